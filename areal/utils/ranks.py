@@ -1,0 +1,66 @@
+"""Which rank this process is, and small exchanges of plain data between ranks; one home for "only rank 0 does this".
+
+Works without ``torch.distributed`` (then there is one rank) and does not import torch by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from areal.utils import environ
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+def distributed_ready() -> bool:
+    """True when the default process group exists."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def global_rank() -> int:
+    """Rank in the default process group, else the one torchrun announced, else 0."""
+    return int(sys.modules["torch.distributed"].get_rank()) if distributed_ready() else environ.rank()
+
+
+def is_first_rank() -> bool:
+    """True on the rank that writes files and talks to trackers."""
+    return global_rank() == 0
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait for every rank of ``group`` (default: all); every one must call. Nothing to wait for with one rank."""
+    if distributed_ready():
+        sys.modules["torch.distributed"].barrier(group=group)
+
+
+def group_device(group: ProcessGroup | None = None) -> torch.device:
+    """Device whose tensors the collectives of ``group`` accept."""
+    import torch
+
+    if "gloo" in str(torch.distributed.get_backend(group)) or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(f"{torch.accelerator.current_accelerator()}:{torch.accelerator.current_device_index()}")
+
+
+def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """``[value of rank 0, of rank 1, …]`` of a JSON value, sent as UTF-8 bytes. Every rank of ``group`` must call."""
+    if not distributed_ready():
+        return [value]
+    import torch
+
+    device = group_device(group)
+    payload = json.dumps(value).encode()
+    n_ranks = torch.distributed.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(n_ranks)]
+    torch.distributed.all_gather(sizes, torch.tensor([len(payload)], device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    blobs = [torch.zeros(max(lengths), dtype=torch.uint8, device=device) for _ in range(n_ranks)]
+    torch.distributed.all_gather(blobs, mine.to(device), group=group)
+    return [json.loads(blob[:length].cpu().numpy().tobytes()) for blob, length in zip(blobs, lengths, strict=True)]
