@@ -1,0 +1,105 @@
+"""Settings that are accepted and yet deserve a word: fields that nothing reads, values that are rarely meant.
+
+In: a config. Out: messages, each naming its key. The loader logs them once per load. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from areal.api.config.convert import to_plain
+from areal.api.config.fields import is_section
+
+_UNREAD: dict[str, tuple[str, ...]] = {
+    "OptimizerConfig": ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    "SchedulingSpec": ("task_type",),
+    "WandBConfig": ("config",),
+    "SwanlabConfig": ("config", "logdir"),
+    "SchedulerConfig": (
+        "endpoint",
+        "deploy_mode",
+        "functioncall_service_domain",
+        "reward_functioncall_config",
+        "reward_model_path",
+        "reward_model_service_url",
+    ),
+    "TrainDatasetConfig": ("pin_memory",),
+    "ValidDatasetConfig": ("pin_memory",),
+}
+_UNREAD_ROOT = ("total_train_n_seqs",)
+
+
+def advise(config: Any) -> list[str]:
+    """Return what the user should know about ``config``; empty when there is nothing to say."""
+    return [*_unread(config, ""), *_sampling(config), *_normalisation(config), *_decoupled(config)]
+
+
+def _unread(config: Any, path: str) -> Iterator[str]:
+    names = _UNREAD.get(type(config).__name__, ())
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        key = f"{path}.{spec.name}" if path else spec.name
+        if (spec.name in names or (not path and spec.name in _UNREAD_ROOT)) and value != field_default(spec):
+            yield f"{key}={to_plain(value)!r} has no effect: nothing reads this field"
+        for index, part in enumerate(value if isinstance(value, list) else [value]):
+            if is_section(part):
+                yield from _unread(part, f"{key}.{index}" if isinstance(value, list) else key)
+
+
+def field_default(spec: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field, made anew if it has a factory."""
+    if spec.default_factory is not dataclasses.MISSING:
+        return spec.default_factory()
+    return spec.default
+
+
+def _sampling(config: Any) -> Iterator[str]:
+    gconfig, actor = getattr(config, "gconfig", None), getattr(config, "actor", None)
+    if not is_section(gconfig) or not is_section(actor):
+        return
+    if gconfig.top_p < 1 or gconfig.top_k < 100_000:
+        yield (
+            f"gconfig.top_p={gconfig.top_p:g}, top_k={gconfig.top_k}: training samples come from a truncated "
+            "distribution while the loss uses the whole one, which biases the ratio; use top_p=1 and the default top_k"
+        )
+    if gconfig.greedy:
+        yield "gconfig.greedy=true: all samples of a prompt are equal, so group-normalised advantages are 0"
+    elif gconfig.temperature not in (0, actor.temperature):
+        yield (
+            f"actor.temperature={actor.temperature:g} differs from gconfig.temperature={gconfig.temperature:g}: "
+            "log-probs of trainer and sampler will not agree"
+        )
+    for name in ("ref", "teacher"):
+        other = getattr(config, name, None)
+        if is_section(other) and other.temperature != actor.temperature:
+            yield f"{name}.temperature={other.temperature:g} differs from actor.temperature={actor.temperature:g}"
+
+
+def _normalisation(config: Any) -> Iterator[str]:
+    gconfig, actor = getattr(config, "gconfig", None), getattr(config, "actor", None)
+    for name in ("reward_norm", "adv_norm"):
+        norm = getattr(actor, name, None)
+        if is_section(norm) and "group" in (norm.mean_level, norm.std_level):
+            size = getattr(gconfig, "n_samples", 1)
+            if norm.group_size not in (1, size):
+                yield (
+                    f"actor.{name}.group_size={norm.group_size} has no effect: a group is what came from one prompt "
+                    f"(here gconfig.n_samples={size})"
+                )
+
+
+def _decoupled(config: Any) -> Iterator[str]:
+    actor = getattr(config, "actor", None)
+    if is_section(getattr(config, "ref", None)) and getattr(actor, "kl_ctl", 1) == 0:
+        yield "ref is given but actor.kl_ctl=0, so no reference model is built"
+    sampling = getattr(actor, "rejection_sampling", None)
+    if not is_section(actor) or not hasattr(actor, "use_decoupled_loss"):
+        return
+    if is_section(sampling) and not actor.use_decoupled_loss:
+        yield "actor.rejection_sampling has no effect without actor.use_decoupled_loss=true"
+    if is_section(sampling) and sampling.level == "token" and sampling.agg != "mean":
+        yield f"actor.rejection_sampling.agg={sampling.agg!r} has no effect at level=token"
+    if actor.use_decoupled_loss and sampling is None:
+        yield "actor.use_decoupled_loss=true without actor.rejection_sampling: stale tokens are not filtered"

@@ -1,0 +1,186 @@
+"""Features whose settings exist but which cannot run yet; no setting is silently without effect.
+
+In: a checked config. Out: nothing, or one :class:`UnsupportedFeatureError` that names every such setting at once.
+Called by the trainers when a run is built, and by ``--dry-run``; loading a file never refuses, so that a file for other
+hardware can be read and checked. A section counts only if the run uses it: ``vllm.*`` does not matter with a
+``native`` rollout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from areal.api.config.advice import field_default
+from areal.api.config.convert import to_plain
+from areal.api.config.fields import is_section, plain
+from areal.utils.errors import UnsupportedFeatureError
+
+_TRAIN_ROLES = ("actor", "ref")
+"""Roles that exist; a given critic or teacher is refused as a whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """One feature that is not there.
+
+    Attributes:
+        key: setting, relative to its section.
+        reason: what cannot be done, and what to set instead.
+        asked: whether a value asks for the feature; None: any value but the default does.
+    """
+
+    key: str
+    reason: str
+    asked: Callable[[Any], bool] | None = None
+
+
+def _is_true(value: Any) -> bool:
+    return value is True
+
+
+def _is_shared(value: Any) -> bool:
+    return bool(value == "colocation")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+ROOT = (
+    Missing("allocation_mode", "SPMD launchers are not available; set actor.backend and rollout.backend", bool),
+    Missing("enable_offload", "models cannot leave the device between phases; set it to false", _is_true),
+    Missing("memory_profiler", "device memory snapshots are not available; set it to null", _is_given),
+    Missing("critic", "value models are not available; set it to null (GRPO needs none)", _is_given),
+    Missing("teacher", "distillation is not available; set it to null", _is_given),
+    Missing("recover.retries", "launchers, which restart runs, are not available; leave it at 3", None),
+    Missing("rollout.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
+    Missing("actor.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
+    Missing(
+        "cluster.name_resolve.type",
+        "this store is not available; use nfs or memory",
+        lambda value: value not in ("nfs", "memory"),
+    ),
+)
+TRAIN = (
+    Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
+    Missing("offload", "models cannot leave the device between phases; set it to false", _is_true),
+    Missing("use_lora", "LoRA is not available; set it to false", _is_true),
+    Missing("enable_tree_training", "prefix-tree training is not available; set it to false", _is_true),
+    Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
+    Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
+    Missing("weight_update_mode", "inline runs copy weights in the process; use auto", lambda v: v != "auto"),
+    Missing("optimizer.type", "use adam or sgd", lambda v: v == "adam_bf16"),
+    Missing("is_critic", "value heads are not available; set it to false", _is_true),
+)
+FSDP = (
+    Missing("fsdp.offload_params", "keeping parameters in host memory is not available; set it to false", _is_true),
+    Missing("fsdp.memory_efficient_load", "loading on rank 0 only is not available; set it to false", _is_true),
+    Missing("fsdp.per_layer_optim_step", "streaming optimizer states is not available; set it to false", _is_true),
+    Missing("fsdp.shard_vision_across_sp", "sequence parallelism is not available; set it to false", _is_true),
+)
+PPO = (
+    Missing("use_sapo_loss", "SAPO is not available; set it to false", _is_true),
+    Missing("m2_threshold", "M2PO is not available; set it to null", _is_given),
+)
+ROLLOUT = (
+    Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
+    Missing("use_lora", "LoRA is not available; set it to false", _is_true),
+    Missing("return_routed_experts", "routing replay needs SGLang; set it to false", _is_true),
+    Missing("agent.mode", "agent workflows are not available", None),
+    Missing("agent.agent_cls_path", "agent workflows are not available", None),
+    Missing("model", "the v2 services of 1.x are not part of this version", None),
+    Missing("poll_interval", "the v2 services of 1.x are not part of this version", None),
+    Missing("api_url", "the v2 services of 1.x are not part of this version", None),
+    Missing("provider_api_key", "the v2 services of 1.x are not part of this version", None),
+)
+GENERATION = (
+    Missing("use_beam_search", "beam search is not available; set it to false", _is_true),
+    Missing("skip_special_tokens", "the embedded engine returns token ids, not text; leave it at true", None),
+)
+DATASET = (Missing("num_dataset_workers", "remote data workers are not available; leave it at 1", None),)
+
+
+def check_supported(config: Any) -> None:
+    """Refuse a run that asks for something this version cannot do.
+
+    Args:
+        config: experiment root (``PPOConfig``, ``SFTConfig``, …).
+    Raises:
+        UnsupportedFeatureError: names every offending key, its value and the remedy.
+    """
+    problems = unsupported(config)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise UnsupportedFeatureError(f"this run asks for what is not available:\n{listed}")
+
+
+def unsupported(config: Any) -> list[str]:
+    """Return one line per setting that cannot be honoured; empty when the run can be built."""
+    problems = [*_scheduler(config), *_find(config, "", ROOT)]
+    for role in _TRAIN_ROLES:
+        engine = getattr(config, role, None)
+        if role == "ref" and getattr(config.actor, "kl_ctl", 1) == 0:
+            continue  # not built, hence not used
+        if is_section(engine):
+            problems.extend(_train_engine(engine, role))
+    rollout = getattr(config, "rollout", None)
+    if is_section(rollout):
+        problems.extend(_backend(rollout.backend, "rollout", ("native",)))
+        problems.extend(_find(rollout, "rollout", ROLLOUT))
+    for name in ("gconfig", "eval_gconfig"):
+        if is_section(getattr(config, name, None)):
+            problems.extend(_find(getattr(config, name), name, GENERATION))
+    for name in ("train_dataset", "valid_dataset"):
+        if is_section(getattr(config, name, None)):
+            problems.extend(_find(getattr(config, name), name, DATASET))
+    return problems
+
+
+def _scheduler(config: Any) -> Iterator[str]:
+    kind = config.scheduler.type
+    if kind != "inline":
+        shown = "null (which means local)" if kind is None else kind
+        yield f"scheduler.type={shown}: worker processes are not available; set scheduler.type=inline"
+
+
+def _train_engine(engine: Any, role: str) -> Iterator[str]:
+    yield from _backend(engine.backend, role, ("fsdp",))
+    yield from _find(engine, role, (*TRAIN, *FSDP, *PPO))
+    if not engine.path:
+        yield f"{role}.path='': a model directory or hub id is needed"
+
+
+def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:
+    kind, _, sizes = text.partition(":")
+    if kind.partition("[")[0].strip() not in available:
+        yield f"{role}.backend={text}: not available; use {' or '.join(f'{name}:d1' for name in available)}"
+    elif role == "rollout" and sizes.strip() != "d1":
+        yield f"{role}.backend={text}: one replica only is available; use {available[0]}:d1"
+
+
+def _find(config: Any, path: str, table: tuple[Missing, ...]) -> Iterator[str]:
+    for entry in table:
+        found = _lookup(config, entry.key)
+        if found is None:
+            continue
+        value, default = found
+        if entry.asked(value) if entry.asked else plain(value) != plain(default):
+            shown = "{…}" if is_section(value) else to_plain(value)
+            yield f"{f'{path}.' if path else ''}{entry.key}={shown}: {entry.reason}"
+
+
+def _lookup(config: Any, key: str) -> tuple[Any, Any] | None:
+    """Return value and default of a dotted key, None when the config has no such field (or section)."""
+    default: Any = None
+    value = config
+    for depth, name in enumerate(key.split(".")):
+        spec = (
+            next((spec for spec in dataclasses.fields(value) if spec.name == name), None) if is_section(value) else None
+        )
+        if spec is None:
+            return None
+        default = getattr(default, name) if depth and is_section(default) else field_default(spec)
+        value = getattr(value, name)
+    return value, default

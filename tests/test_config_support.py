@@ -1,0 +1,139 @@
+"""A run that asks for what is not there is refused, naming every setting at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal.api.cli_args import (
+    GRPOConfig,
+    InferenceEngineConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    SchedulerConfig,
+    SFTConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+    UnsupportedFeatureError,
+)
+from areal.api.config.convert import build, to_plain
+from areal.api.config.support import check_supported, unsupported
+
+
+def _grpo(**changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "scheduler": SchedulerConfig(type="inline"),
+        "train_dataset": TrainDatasetConfig(path="arithmetic", type="rl", batch_size=8),
+        "rollout": InferenceEngineConfig(backend="native:d1"),
+        "actor": PPOActorConfig(backend="fsdp:d1", path="m", optimizer=OptimizerConfig()),
+    }
+    return GRPOConfig(**{**values, **changes})
+
+
+def _changed(**nested: Any) -> GRPOConfig:
+    """The same config with some values replaced, given as nested dicts."""
+    data = to_plain(_grpo())
+
+    def lay(below: dict[str, Any], above: dict[str, Any]) -> None:
+        for key, value in above.items():
+            if isinstance(value, dict) and isinstance(below.get(key), dict):
+                lay(below[key], value)
+            else:
+                below[key] = value
+
+    lay(data, nested)
+    config = build(GRPOConfig, data)
+    assert isinstance(config, GRPOConfig)
+    return config
+
+
+def test_check_supported_plain_inline_grpo_and_sft_pass() -> None:
+    check_supported(_grpo())
+    check_supported(_grpo(ref=PPOActorConfig()))
+    check_supported(
+        SFTConfig(
+            experiment_name="e",
+            trial_name="t",
+            scheduler=SchedulerConfig(type="inline"),
+            actor=TrainEngineConfig(backend="fsdp:d2", path="m"),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", [None, "local", "ray", "slurm"])
+def test_check_supported_other_scheduler_names_inline_as_remedy(kind: Any) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="scheduler.type=inline") as caught:
+        check_supported(_grpo(scheduler=SchedulerConfig(type=kind)))
+
+    assert isinstance(caught.value, NotImplementedError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"critic": {"backend": "fsdp:d1"}}, "critic"),
+        ({"teacher": {"backend": "fsdp:d1", "path": "x"}}, "teacher"),
+        ({"enable_offload": True}, "enable_offload"),
+        ({"allocation_mode": "fsdp:d1"}, "allocation_mode"),
+        ({"memory_profiler": {}}, "memory_profiler"),
+        ({"rollout": {"backend": "vllm:d1"}}, "rollout.backend=vllm:d1"),
+        ({"rollout": {"backend": "native:d2"}}, "rollout.backend=native:d2"),
+        ({"rollout": {"_version": "v2"}}, "rollout._version=v2"),
+        ({"rollout": {"return_routed_experts": True}}, "rollout.return_routed_experts"),
+        ({"rollout": {"agent": {"mode": "online"}}}, "rollout.agent.mode"),
+        ({"actor": {"backend": "megatron:d1"}}, "actor.backend=megatron:d1"),
+        ({"actor": {"backend": "archon:d1"}}, "actor.backend=archon:d1"),
+        ({"actor": {"use_lora": True}}, "actor.use_lora"),
+        ({"actor": {"enable_tree_training": True}}, "actor.enable_tree_training"),
+        ({"actor": {"offload": True}}, "actor.offload"),
+        ({"actor": {"_version": "v2"}}, "actor._version"),
+        ({"actor": {"use_sapo_loss": True}}, "actor.use_sapo_loss"),
+        ({"actor": {"m2_threshold": 0.04}}, "actor.m2_threshold"),
+        ({"actor": {"optimizer": {"type": "adam_bf16"}}}, "actor.optimizer.type"),
+        ({"actor": {"weight_update_mode": "xccl"}}, "actor.weight_update_mode=xccl"),
+        ({"actor": {"dtype": "float16"}}, "actor.dtype=float16"),
+        ({"actor": {"fsdp": {"offload_params": True}}}, "actor.fsdp.offload_params"),
+        ({"actor": {"path": ""}}, "actor.path"),
+        ({"actor": {"is_critic": True}}, "actor.is_critic"),
+        ({"recover": {"retries": 9}}, "recover.retries=9"),
+        ({"cluster": {"name_resolve": {"type": "etcd3"}}}, "cluster.name_resolve.type=etcd3"),
+        (
+            {"rollout": {"scheduling_strategy": {"type": "colocation", "target": "actor"}}},
+            "rollout.scheduling_strategy",
+        ),
+        ({"gconfig": {"skip_special_tokens": False}}, "gconfig.skip_special_tokens"),
+        ({"ref": {"backend": "fsdp:d1", "path": "m", "use_lora": True}}, "ref.use_lora"),
+        ({"gconfig": {"use_beam_search": True}}, "gconfig.use_beam_search"),
+        ({"train_dataset": {"num_dataset_workers": 2}}, "train_dataset.num_dataset_workers"),
+    ],
+)
+def test_check_supported_feature_not_there_is_named(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(UnsupportedFeatureError) as caught:
+        check_supported(_changed(**change))
+
+    assert f"  {key}" in str(caught.value)
+
+
+def test_check_supported_names_all_settings_at_once() -> None:
+    config = _changed(
+        scheduler={"type": "local"}, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
+    )
+
+    keys = [line.partition("=")[0] for line in unsupported(config)]
+
+    assert keys == ["scheduler.type", "actor.use_lora", "rollout.backend"]
+
+
+def test_check_supported_unused_sections_do_not_count() -> None:
+    config = _changed(
+        sglang={"enable_torch_compile": True},
+        vllm={"enable_lora": True},
+        actor={"megatron": {"async_save": True}, "archon": {"enable_compile": True}, "kl_ctl": 0.0},
+        ref={"backend": "megatron:d2", "path": "m", "use_lora": True},
+    )
+
+    check_supported(config)
