@@ -1,0 +1,1 @@
+"""Command-line tools: installation check and the checks of the code base (layers, sizes)."""
