@@ -1,0 +1,1 @@
+"""Roles of the PPO family: the policy (``actor``), its advantages and its statistics. Each holds an engine."""

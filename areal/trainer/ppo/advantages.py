@@ -1,0 +1,154 @@
+"""The actor's order of reward shaping and advantages, on one packed batch.
+
+In: a packed batch of finished trajectories (with ``prox_logp``, ``ref_logp``, ``values`` where configured). Out: the
+same batch with aligned masks and log-probs, token rewards and advantages. Called by ``PPOActor.compute_advantages``.
+"Aligned": entry t of a sequence describes the prediction of token t + 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from areal.utils.batch import PackedBatch, roll_packed
+from areal.utils.errors import ArealError, DataError
+from areal.utils.functional import (
+    gae_packed,
+    normalize,
+    overlong_penalty,
+    place_sequence_rewards,
+    shape_rewards,
+    token_kl_rewards,
+    trained_from_here,
+)
+from areal.utils.functional.segments import segment_sum
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from areal.api.config.ppo import PPOActorConfig
+
+
+class NonFiniteInputError(ArealError, RuntimeError):
+    """A reward or a log-prob of a trained token is NaN or infinite."""
+
+
+def compute_advantages(
+    batch: PackedBatch, config: PPOActorConfig, reduce_group: dist.ProcessGroup | None = None
+) -> PackedBatch:
+    """Rewards to advantages, in this order: overlong penalty, bias/scale/clip, reward normalisation, alignment of mask
+    and log-probs, KL reward, placement of the sequence reward, GAE, advantage normalisation.
+
+    Args:
+        batch: one step's sequences; not modified.
+        config: the actor's.
+        reduce_group: data-parallel ranks over which batch-level normalisation is taken; all of them must call.
+
+    Returns: a new batch. Tokens: ``loss_mask`` (float32, aligned), ``logprobs`` (aligned behaviour log-probs, 0 off the
+        mask), ``prox_logp`` where there is one, ``aligned_versions``, ``advantages``, ``returns``, ``kl_rewards``,
+        ``tot_rewards``. ``rewards`` stay as they came.
+
+    Raises:
+        DataError: a needed field is absent, or advantages were computed before.
+        NonFiniteInputError: a reward or a trained token's log-prob is not finite.
+    """
+    _check_fields(batch, config)
+    seq_ids = batch.seq_ids
+    scores = _sequence_scores(batch, config, seq_ids, reduce_group)
+    mask = roll_packed(batch.tokens["loss_mask"] != 0, batch.cu_seqlens, fill=False)
+    tokens = _aligned_logprobs(batch, config, mask)
+    old = tokens["logprobs"]
+    _check_finite(scores, *tokens.values())
+    remaining = trained_from_here(mask, batch.cu_seqlens, seq_ids)
+    truncated = batch.sequences.get("truncated")
+    if config.mask_no_eos_with_zero and truncated is not None:
+        scores = torch.where(truncated.bool(), 0.0, scores)
+    kl_rewards = token_kl_rewards(old, batch.tokens.get("ref_logp"), mask, config.kl_ctl, config.kl_estimator)
+    token_rewards = kl_rewards + place_sequence_rewards(scores, mask, remaining, seq_ids)
+    advantages, returns = gae_packed(
+        token_rewards,
+        mask,
+        batch.cu_seqlens,
+        discount=config.discount,
+        gae_lambda=config.gae_lambda,
+        values=batch.tokens.get("values"),
+        truncated=truncated,
+        max_seqlen=batch.max_seqlen,
+        seq_ids=seq_ids,
+    )
+    if config.adv_norm is not None:
+        group_id = batch.sequences.get("group_id")
+        token_group = None if group_id is None else group_id[seq_ids]
+        advantages = normalize(advantages, mask, token_group, config.adv_norm, reduce_group)
+    if "versions" in batch.tokens:
+        tokens["aligned_versions"] = roll_packed(batch.tokens["versions"], batch.cu_seqlens, fill=-1)
+    return batch.with_tokens(
+        **tokens,
+        loss_mask=mask.float(),
+        advantages=advantages,
+        returns=returns,
+        kl_rewards=kl_rewards,
+        tot_rewards=token_rewards,
+    )
+
+
+def _sequence_scores(
+    batch: PackedBatch, config: PPOActorConfig, seq_ids: Tensor, reduce_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Shaped and normalised reward of each sequence, ``[n]`` float32."""
+    rewards = batch.sequences["rewards"].float()
+    if config.overlong_reward_penalty:
+        assert config.overlong_tokens is not None
+        assert config.overlong_penalty_factor is not None
+        generated = segment_sum((batch.tokens["loss_mask"] != 0).float(), seq_ids, batch.n_sequences)
+        rewards = overlong_penalty(
+            rewards,
+            generated,
+            max_new_tokens=config.max_new_tokens,
+            overlong_tokens=config.overlong_tokens,
+            factor=config.overlong_penalty_factor,
+        )
+    rewards = shape_rewards(rewards, bias=config.reward_bias, scaling=config.reward_scaling, clip=config.reward_clip)
+    if config.reward_norm is not None:
+        rewards = normalize(rewards, None, batch.sequences.get("group_id"), config.reward_norm, reduce_group)
+    return rewards
+
+
+def _aligned_logprobs(batch: PackedBatch, config: PPOActorConfig, mask: Tensor) -> dict[str, Tensor]:
+    """Behaviour log-probs, and the proximal ones where the loss needs them; 0 off the mask."""
+    prox = batch.tokens.get("prox_logp")
+    if not config.use_decoupled_loss and config.recompute_logprob:
+        assert prox is not None
+        old = torch.where(mask, prox, 0.0)
+        return {"logprobs": old, "prox_logp": old}
+    old = torch.where(mask, roll_packed(batch.tokens["logprobs"], batch.cu_seqlens), 0.0)
+    if not config.use_decoupled_loss:
+        return {"logprobs": old, "prox_logp": old}
+    return {"logprobs": old} if prox is None else {"logprobs": old, "prox_logp": torch.where(mask, prox, 0.0)}
+
+
+def _check_fields(batch: PackedBatch, config: PPOActorConfig) -> None:
+    if "advantages" in batch.tokens:
+        raise DataError("compute_advantages was called on its own result; masks and log-probs would be shifted twice")
+    for key, fields in (("loss_mask", batch.tokens), ("logprobs", batch.tokens), ("rewards", batch.sequences)):
+        if key not in fields:
+            raise DataError(f"compute_advantages needs {key!r} in every trajectory")
+    if config.should_compute_prox_logp() and "prox_logp" not in batch.tokens:
+        raise DataError(
+            "prox_logp is missing: call compute_logp before compute_advantages and store its result as 'prox_logp', "
+            "or set actor.prox_logp_method=loglinear (decoupled loss) or actor.recompute_logprob=false"
+        )
+    if config.use_decoupled_loss and config.prox_logp_method != "recompute" and "versions" not in batch.tokens:
+        raise DataError(f"actor.prox_logp_method={config.prox_logp_method} needs 'versions' in every trajectory")
+
+
+def _check_finite(*tensors: Tensor) -> None:
+    """One host sync per step."""
+    finite = torch.stack([t.isfinite().all() for t in tensors]).all()
+    if not bool(finite):
+        raise NonFiniteInputError(
+            "a reward or the log-prob of a trained token is NaN or infinite; the sample that carries it should have "
+            "been dropped by the rollout: check the reward function and the sampler's log-probs"
+        )

@@ -1,0 +1,1 @@
+"""The language-model learner of supervised fine-tuning."""
