@@ -1,0 +1,1 @@
+"""Execution: rollout, schedulers, weight updates."""
