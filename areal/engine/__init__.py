@@ -1,0 +1,1 @@
+"""Train engines and inference engines."""

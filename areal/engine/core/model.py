@@ -1,0 +1,185 @@
+"""Builds the Hugging Face causal LM of an engine and gives core one way to run it.
+
+In: a ``TrainEngineConfig`` and a device. Out: ``CausalLm``: the model, its hidden states, its head. Called by every
+backend that trains Hugging Face models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from areal.api.config.fields import is_default
+from areal.models.transformers.varlen_attention import register_varlen_attention
+from areal.utils import logging
+from areal.utils.errors import ConfigError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from areal.api.cli_args import TrainEngineConfig
+    from areal.engine.core.inputs import ModelInput
+
+logger = logging.getLogger("TrainModel")
+
+# Config fields of families whose logits are more than hidden @ head.T: log-probs made from that would be wrong.
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_logged_attention: set[tuple[str, str]] = set()
+
+
+class CausalLm:
+    """A causal LM as core sees it: packed row in, hidden states out, plus the weight of its head."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """Args: ``module`` is trained in place; sharding it afterwards is fine."""
+        self.module = module
+        _check_head(module)
+        # A bound method of the module, so that FSDP can run its hooks around it.
+        module.lm_hidden_states = types.MethodType(_hidden_states, module)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the output head, ``[V, H]``; under FSDP valid between forward and backward."""
+        return self.module.get_output_embeddings().weight
+
+    def hidden_states(self, model_input: ModelInput) -> Tensor:
+        """Last hidden states ``[T, H]`` of the real tokens of a micro-batch."""
+        padded = model_input.padded
+        tokens = padded.tokens
+        hidden = self.module.lm_hidden_states(
+            input_ids=tokens["input_ids"].unsqueeze(0),
+            position_ids=tokens["position_ids"].unsqueeze(0),
+            cu_seq_lens_q=padded.cu_seqlens,
+            cu_seq_lens_k=padded.cu_seqlens,
+            max_length_q=padded.max_seqlen,
+            max_length_k=padded.max_seqlen,
+        )
+        return hidden[0, : model_input.batch.n_tokens]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable and frozen parameters, tied ones once, in model order."""
+        return self.module.named_parameters()
+
+
+def build_causal_lm(config: TrainEngineConfig, dtype: torch.dtype, device: torch.device) -> CausalLm:
+    """Load (or initialise) the model of ``config`` with parameters of ``dtype`` on ``device``.
+
+    Raises:
+        ConfigError: the path is empty or is no causal LM, or the attention cannot run on the device.
+        UnsupportedFeatureError: the setting belongs to a feature that is not available.
+    """
+    _refuse_later_features(config)
+    compute_dtype = getattr(torch, config.dtype)
+    attention = resolve_attention(config.attn_impl, device, compute_dtype, training=config.optimizer is not None)
+    if not config.path:
+        raise ConfigError("path is empty; set it to a Hugging Face model directory or hub id")
+    if config.init_from_scratch:
+        hf_config = AutoConfig.from_pretrained(config.path)
+        module = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=dtype)
+    else:
+        module = AutoModelForCausalLM.from_pretrained(config.path, attn_implementation=attention, dtype=dtype)
+    module = module.to(device)
+    if config.disable_dropout:
+        _disable_dropout(module)
+    if config.gradient_checkpointing:
+        _enable_checkpointing(module)
+    return CausalLm(module)
+
+
+def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> str:
+    """Name under which transformers finds an attention that keeps packed sequences apart on ``device``.
+
+    A default that the device cannot run becomes our variable-length attention; a value the user wrote is refused.
+    ``eager`` and ``sdpa`` get a block-diagonal mask from transformers, which reads the restarting position ids.
+
+    Raises:
+        ConfigError: the written value cannot run here; the message names what can.
+    """
+    reason = _why_not(str(wanted), device, dtype, training=training)
+    if reason is None:
+        return str(wanted)
+    if not is_default(wanted):
+        raise ConfigError(
+            f"attn_impl={wanted} cannot run on {device.type}: {reason}. Leave attn_impl out, or choose sdpa or eager"
+        )
+    name = register_varlen_attention()
+    if (str(wanted), device.type) not in _logged_attention:
+        _logged_attention.add((str(wanted), device.type))
+        logger.info(f"attn_impl: {wanted} (default) is not available ({reason}); using {name}")
+    return name
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters in place; buffers (rotary frequencies) keep their precision."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _hidden_states(self: PreTrainedModel, **inputs: Any) -> Tensor:
+    return self.base_model(**inputs, attention_mask=None, use_cache=False).last_hidden_state
+
+
+def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> str | None:
+    """Reason why ``wanted`` cannot run on ``device``, or None."""
+    if wanted in ("eager", "sdpa"):
+        return None
+    if wanted == "flex_attention":
+        return "flex attention has no backward pass there" if device.type == "cpu" and training else None
+    if device.type == "cpu":
+        return "it is a GPU kernel"
+    if wanted in _FLASH_PACKAGES and dtype == torch.float32:
+        return "it computes in bfloat16 or float16, not in float32"
+    package = _FLASH_PACKAGES.get(wanted, "kernels")
+    if importlib.util.find_spec(package) is None:
+        return f"the package {package} is not installed"
+    return None
+
+
+def _refuse_later_features(config: TrainEngineConfig) -> None:
+    refused = {
+        "is_critic": "critics and value heads",
+        "use_lora": "LoRA",
+        "enable_tree_training": "tree training",
+        "use_kernels": "hub kernels",
+        "offload": "offloading between phases",
+    }
+    for name, feature in refused.items():
+        if getattr(config, name):
+            raise UnsupportedFeatureError(f"{name}=true: {feature} is not available in this version; set it to false")
+    if config.dtype == "float16" and config.optimizer is not None:
+        raise UnsupportedFeatureError(
+            "dtype=float16: training in float16 needs loss scaling, which is not available; use bfloat16 or float32"
+        )
+
+
+def _check_head(module: PreTrainedModel) -> None:
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__}: models need an output head that is linear without bias"
+        )
+    for name in _LOGIT_TRANSFORMS:
+        value = getattr(module.config, name, None)
+        if value not in (None, 1, 1.0):
+            raise UnsupportedFeatureError(f"{type(module).__name__}: {name}={value} changes logits; not supported yet")
+
+
+def _enable_checkpointing(module: PreTrainedModel) -> None:
+    settings = {"use_reentrant": False}
+    if hasattr(module, "activation_checkpointing_enable"):  # newer transformers; the older name warns there
+        module.activation_checkpointing_enable(settings)
+    else:
+        module.gradient_checkpointing_enable(settings)
+
+
+def _disable_dropout(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 0.0
+        if isinstance(getattr(child, "attention_dropout", None), float):
+            child.attention_dropout = 0.0

@@ -1,0 +1,141 @@
+"""Publishers: they move one version's weights from a train engine to samplers, and nothing else.
+
+In: the engine's ``named_full_tensors`` and the receivers. Out: the same bytes on the other side, proven by equal
+records. Called by ``areal/infra/weight_update.py``, which owns the order of pausing, publishing and setting versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from areal.utils.errors import WeightSyncError
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """What was sent or received of one parameter; equal records mean equal bytes (up to a checksum)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> ParamRecord:
+        """Record of ``tensor`` under its checkpoint ``name``."""
+        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
+
+
+class WeightReceiver(Protocol):
+    """The receiving end, such as the embedded inference engine."""
+
+    def stage_weights(self, pairs: NamedTensors, version: int) -> list[ParamRecord]:
+        """Copy a complete set of weights aside; returns records of what was copied."""
+        ...
+
+    def commit_weights(self, version: int) -> None:
+        """Switch to the staged weights between two decode steps; returns when it is done."""
+        ...
+
+    def discard_weights(self) -> None:
+        """Forget what was staged."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    """Sends weights in two phases, so that a failure leaves every receiver on its old version."""
+
+    def stage(self, version: int) -> list[ParamRecord]:
+        """Copy all weights to every receiver; raises WeightSyncError when the records of both sides differ."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Let every receiver switch to ``version``."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        ...
+
+    def publish(self, version: int) -> list[ParamRecord]:
+        """Stage and commit."""
+        ...
+
+
+class InProcessPublisher:
+    """Hands tensors to receivers in the same process; every receiver copies them.
+
+    Args:
+        named_full_tensors: makes the ``(checkpoint name, full tensor)`` pairs; a collective on sharded engines.
+        receivers: none on ranks that only join that collective.
+    """
+
+    def __init__(
+        self, named_full_tensors: Callable[[], Iterator[tuple[str, Tensor]]], *receivers: WeightReceiver
+    ) -> None:
+        self.named_full_tensors = named_full_tensors
+        self.receivers = list(receivers)
+
+    def stage(self, version: int) -> list[ParamRecord]:
+        """See :class:`WeightPublisher`."""
+        sent: list[ParamRecord] = []
+        for receiver in self.receivers:
+            sent = []
+            received = receiver.stage_weights(self._recorded(sent), version)
+            compare_records(sent, received, version)
+        if not self.receivers:
+            for _ in self._recorded(sent):
+                pass
+        return sent
+
+    def commit(self, version: int) -> None:
+        """See :class:`WeightPublisher`."""
+        for receiver in self.receivers:
+            receiver.commit_weights(version)
+
+    def discard(self) -> None:
+        """See :class:`WeightPublisher`."""
+        for receiver in self.receivers:
+            receiver.discard_weights()
+
+    def publish(self, version: int) -> list[ParamRecord]:
+        """See :class:`WeightPublisher`."""
+        records = self.stage(version)
+        self.commit(version)
+        return records
+
+    def _recorded(self, sent: list[ParamRecord]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.named_full_tensors():
+            sent.append(ParamRecord.of(name, tensor))
+            yield name, tensor
+
+
+def checksum(tensor: Tensor) -> int:
+    """Sum of the raw bits, read as integers of the element's size, modulo 2**64; one pass over memory."""
+    bits = tensor.detach().contiguous().view(_BIT_VIEWS[tensor.element_size()])
+    return int(bits.sum(dtype=torch.int64))
+
+
+def compare_records(sent: Sequence[ParamRecord], received: Sequence[ParamRecord], version: int) -> None:
+    """Check that both sides hold the same weights; the order of the records does not matter.
+
+    Raises:
+        WeightSyncError: names the first parameter that is missing, unexpected or different.
+    """
+    theirs = {record.name: record for record in received}
+    for ours in sent:
+        other = theirs.pop(ours.name, None)
+        if other is None:
+            raise WeightSyncError(f"weights v{version}: the receiver did not record {ours.name}")
+        if other != ours:
+            raise WeightSyncError(f"weights v{version}: {ours.name} was sent as {ours} and received as {other}")
+    if theirs:
+        raise WeightSyncError(f"weights v{version}: the receiver recorded {sorted(theirs)}, which was never sent")

@@ -1,0 +1,1 @@
+"""Additions to Hugging Face transformers models (attention for packed batches)."""
