@@ -50,7 +50,7 @@ from areal.api.config.rollout import AgentConfig, GenerationHyperparameters, Inf
 from areal.api.config.scheduling import SchedulingSpec, SchedulingStrategy
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, _Timer
 from areal.api.config.train import MicroBatchSpec, TrainEngineConfig
-from areal.api.config_loader import ConfigFileError, make_config, parse_argv, write_config
+from areal.api.config_loader import DRY_RUN, ConfigFileError, make_config, parse_argv, write_config
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def load_expr_config(argv: Sequence[str], cls: type[ConfigT]) -> tuple[ConfigT, 
     """Load the config of a run; what a training script calls first.
 
     Selects the key-value store of ``cluster.name_resolve`` and, on rank 0, writes the resolved ``config.yaml`` to the
-    log path of the run.
+    log path of the run (a dry run writes nothing).
 
     Args:
         argv: arguments of the script, e.g. ``sys.argv[1:]``.
@@ -187,7 +187,7 @@ def load_expr_config(argv: Sequence[str], cls: type[ConfigT]) -> tuple[ConfigT, 
 
         with contextlib.suppress(UnsupportedFeatureError):  # building a run refuses it; reading the file does not
             name_resolve.reconfigure(config.cluster.name_resolve)
-        if environ.rank() == 0:
+        if environ.rank() == 0 and not DRY_RUN.get():
             log_path = fs.get_log_path(config.cluster.fileroot, config.experiment_name, config.trial_name)
             save_config(config, log_path)
     return config, str(path)

@@ -14,8 +14,9 @@ import argparse
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal.api.config.advice import advise
 from areal.api.config.convert import build, defaults_tree, join, missing_keys, to_plain
@@ -24,10 +25,10 @@ from areal.api.config.inherit import inherit
 from areal.utils import logging
 from areal.utils.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("Config")
+
+DRY_RUN: ContextVar[bool] = ContextVar("areal_dry_run", default=False)
+"""Set by ``areal train --dry-run``: nothing is written, and trainers print their plan and stop."""
 
 FORMAT_VERSION = 1
 """Version of the written ``config.yaml``; the key ``format_version`` holds it."""

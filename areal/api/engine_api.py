@@ -161,6 +161,10 @@ class EngineState(abc.ABC):
         """Remember where new weights go."""
 
     @abc.abstractmethod
+    def attach_weight_updater(self, updater: Any) -> None:
+        """Give the engine what :meth:`update_weights` runs: an object with ``update(version)``."""
+
+    @abc.abstractmethod
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """Publish the weights as ``meta.version``; blocks until every sampler holds them."""
 

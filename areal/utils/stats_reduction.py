@@ -75,7 +75,7 @@ def _local_partials(keys: list[str], series: Mapping[str, Series], device: torch
         if one is None:
             continue
         if one.reduce_type is ReduceType.SCALAR:
-            table[row, 0] = sum(float(v) for v in one.values)
+            table[row, 0] = sum(sorted(float(v) for v in one.values))  # the order of recording depends on timing
             table[row, 1] = len(one.values)
         else:
             partials.append(_tensor_partials(one, masks))

@@ -145,6 +145,8 @@ def _convert_one(hint: Any, value: Any, path: str, default: Any) -> Any:  # noqa
 
 def _choice(hint: Any, value: Any, path: str) -> Any:
     choices = typing.get_args(hint)
+    if isinstance(value, bool) and {"on", "off"} <= set(choices):  # YAML reads the words on and off as booleans
+        value = "on" if value else "off"
     for choice in choices:
         if value == choice and isinstance(value, bool) == isinstance(choice, bool):
             return choice

@@ -22,7 +22,9 @@ class OptimizerConfig(ConfigSection):
     beta1: float = opt(0.9, "Adam first moment decay.", ge=0, lt=1)
     beta2: float = opt(0.999, "Adam second moment decay.", ge=0, lt=1)
     eps: float = opt(1e-08, "Added to Adam's denominator.", gt=0)
-    min_lr_ratio: float = opt(0.0, "Final learning rate as a share of lr, for every decaying schedule.", ge=0, le=1)
+    min_lr_ratio: float = opt(
+        0.0, "Final learning rate as a share of lr; the cosine schedule honours it, linear goes to 0.", ge=0, le=1
+    )
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = opt("constant", "Shape of the schedule after warmup.")
     warmup_steps_proportion: float = opt(0.001, "Warm-up length as a share of the run's total steps.", ge=0, le=1)
     gradient_clipping: float = opt(1.0, "Bound of the global L2 norm of the gradients.", gt=0)

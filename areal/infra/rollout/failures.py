@@ -103,6 +103,10 @@ class FailureWindow:
         self._succeeded = False
         self.first_error: BaseException | None = None
 
+    def expect_groups(self, group_size: int) -> None:
+        """Samples come in groups of this size: one bad row must not look like a run that never works."""
+        self._first = min(self._first * group_size, self._ends.maxlen or 1)
+
     def success(self) -> None:
         """A sample ended well."""
         self._succeeded = True

@@ -1,0 +1,105 @@
+"""The ``areal`` command: ``train`` a script, ``plot`` a run, ``doctor`` an installation.
+
+Start-up imports nothing heavy; each command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every sub-command."""
+    parser = argparse.ArgumentParser(
+        prog="areal", description="Asynchronous reinforcement learning for language models."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train", help="run a training script", description="Run a training script; what follows it is passed on."
+    )
+    train.add_argument("script", help="the training script, such as examples/math/gsm8k_rl.py")
+    train.add_argument("arguments", nargs=argparse.REMAINDER, help="--config FILE, key=value overrides, --dry-run")
+
+    plot = commands.add_parser("plot", help="draw the reward curve of a run")
+    plot.add_argument("run", type=Path, help="log directory of a run, or its stats.jsonl")
+    plot.add_argument("--output", "-o", type=Path, help="PNG to write; default: reward_curve.png beside stats.jsonl")
+    plot.add_argument("--key", default=None, help="statistic to draw; default: the training reward")
+
+    commands.add_parser("doctor", help="show versions, devices and optional parts, and what a missing one disables")
+    return parser
+
+
+def train(script: str, arguments: list[str]) -> int:
+    """Run ``script`` as ``__main__`` with ``arguments``; ``--dry-run`` stops it once its plan is printed."""
+    dry_run = "--dry-run" in arguments
+    path = Path(script)
+    if not path.is_file():
+        sys.stderr.write(f"areal train: no such script: {script}\n")
+        return 2
+    sys.argv = [script, *[a for a in arguments if a != "--dry-run"]]
+    sys.path.insert(0, str(path.resolve().parent))
+    if not dry_run:
+        runpy.run_path(script, run_name="__main__")
+        return 0
+    from areal.api.config_loader import DRY_RUN
+
+    token = DRY_RUN.set(True)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        DRY_RUN.reset(token)
+    return 0
+
+
+def plot(run: Path, output: Path | None, key: str | None) -> int:
+    """Draw a statistic of ``run`` over its steps and print the path of the picture."""
+    from areal.utils.errors import DataError
+    from areal.utils.plotting import plot_curve
+
+    stats = run if run.is_file() else run / "stats.jsonl"
+    if not stats.is_file():
+        sys.stderr.write(f"areal plot: no stats.jsonl at {run}\n")
+        return 2
+    target = output or stats.with_name("reward_curve.png")
+    try:
+        plot_curve(stats, target, key=key)
+    except DataError as exc:
+        sys.stderr.write(f"areal plot: {exc}\n")
+        return 2
+    sys.stdout.write(f"{target}\n")
+    return 0
+
+
+def doctor() -> int:
+    """Show what is installed; non-zero when a core part is missing."""
+    from areal.tools.validate_installation import main as validate
+
+    return validate([])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.version:
+        from areal import __version__
+
+        sys.stdout.write(f"areal {__version__}\n")
+        return 0
+    if options.command == "train":
+        return train(options.script, options.arguments)
+    if options.command == "plot":
+        return plot(options.run, options.output, options.key)
+    if options.command == "doctor":
+        return doctor()
+    parser.print_help()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Inference engines as workflows see them: a sampler plus the rollout executor."""

@@ -1,0 +1,1 @@
+"""Schedulers: who hosts the objects of a run."""

@@ -1,0 +1,96 @@
+"""The one sequence around a weight update, and the only caller of pause and resume.
+
+    stage (copy, records compared) -> pause -> commit -> version set on executors, then engines -> resume
+
+Generation goes on under the old version while weights are staged. On failure nothing was switched: the old version goes
+on and the error says so. Publishers and receivers only move bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from areal.utils import logging
+from areal.utils.errors import WeightSyncError
+
+logger = logging.getLogger("WeightUpdate")
+
+
+class Publisher(Protocol):
+    """Sends one version to every receiver; the version takes effect only on :meth:`commit`."""
+
+    def stage(self, version: int) -> Any:
+        """Copy the weights to every receiver and compare both sides' records."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Let every receiver switch to what was staged."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        ...
+
+
+class Versioned(Protocol):
+    """Anything that carries a weight version."""
+
+    def set_version(self, version: int) -> None:
+        """Record ``version``."""
+        ...
+
+
+class Pausable(Protocol):
+    """A sampler that can be frozen between two decode steps."""
+
+    def pause(self) -> None:
+        """Freeze; returns when frozen."""
+        ...
+
+    def resume(self) -> None:
+        """Go on."""
+        ...
+
+
+class WeightUpdater:
+    """Brings samplers, executors and engines to a new weight version, together.
+
+    Args:
+        publisher: moves the bytes.
+        samplers: frozen while weights change.
+        followers: told the new version in this order: executors first, then engines.
+    """
+
+    def __init__(self, publisher: Publisher, samplers: Sequence[Pausable], followers: Sequence[Versioned]) -> None:
+        self.publisher = publisher
+        self.samplers = list(samplers)
+        self.followers = list(followers)
+        self._lock = threading.Lock()
+
+    def update(self, version: int) -> None:
+        """Publish the trainer's weights as ``version``; blocks until every sampler holds them.
+
+        Raises:
+            WeightSyncError: a receiver got something else than was sent, or failed; the old version stays in service.
+        """
+        with self._lock:
+            paused: list[Any] = []
+            try:
+                self.publisher.stage(version)
+                for sampler in self.samplers:
+                    sampler.pause()
+                    paused.append(sampler)
+                self.publisher.commit(version)
+                for follower in self.followers:
+                    follower.set_version(version)
+            except Exception as exc:
+                self.publisher.discard()
+                raise WeightSyncError(
+                    f"weights v{version} were not published; the old version stays in service"
+                ) from exc
+            finally:
+                for sampler in reversed(paused):
+                    sampler.resume()
+        logger.debug(f"weights v{version} published")

@@ -1,0 +1,1 @@
+"""Training loops: what one step is, in order."""

@@ -1,0 +1,124 @@
+"""Turns a config into the objects of a run; after this no code asks which backend it is running.
+
+Called by the trainers. Every engine and role is hosted by a scheduler, which destroys them when the run closes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from areal.api.alloc_mode import ModelAllocation
+from areal.api.io_struct import WeightUpdateMeta
+from areal.api.scheduler_api import Job
+from areal.engine.core.weight_sync import InProcessPublisher
+from areal.engine.inference.embedded import EmbeddedInfEngine
+from areal.engine.native.engine import NativeEngine
+from areal.infra.scheduler.inline import InlineScheduler
+from areal.infra.weight_update import WeightUpdater
+from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.roles import TRAIN_ENGINES
+from areal.utils import logging
+from areal.utils.errors import UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from areal.api.cli_args import InferenceEngineConfig, PPOConfig, TrainEngineConfig
+    from areal.api.engine_api import InferenceEngine, TrainEngine
+    from areal.api.io_struct import FinetuneSpec
+
+logger = logging.getLogger("Builder")
+_NO_STALENESS_BOUND = 10**12
+
+
+@dataclass
+class RolloutParts:
+    """Everything that generates: the samplers and the two rollout engines on top of them."""
+
+    sampler: NativeEngine
+    train: EmbeddedInfEngine
+    eval: EmbeddedInfEngine
+
+
+@dataclass
+class RLParts:
+    """The objects of one RL run."""
+
+    scheduler: InlineScheduler
+    actor: PPOActor
+    ref: PPOActor | None
+    rollout: RolloutParts
+    weights: WeightUpdater
+
+    def engines(self) -> dict[str, TrainEngine]:
+        """Engines whose state a recover point holds, by checkpoint name."""
+        return {"default": self.actor.engine}
+
+
+def build_train_engine(
+    scheduler: InlineScheduler, role: str, config: TrainEngineConfig, ft_spec: FinetuneSpec
+) -> TrainEngine:
+    """One initialised train engine for ``role``, hosted as ``role/0.engine``."""
+    allocation = ModelAllocation.from_str(config.backend, name=role)
+    engine_cls = TRAIN_ENGINES.get(allocation.backend)
+    (worker,) = scheduler.create_workers(Job(role=role, replicas=1, tasks=list(config.scheduling_spec)))
+    engine: TrainEngine = scheduler.host(worker, engine_cls(config), f"{worker}.engine")
+    engine.create_process_group(allocation.parallel)
+    engine.initialize(addr=None, ft_spec=ft_spec)
+    logger.info(f"{role}: {allocation.backend} engine ready on {engine.device}")
+    return engine
+
+
+def build_rollout(
+    scheduler: InlineScheduler, config: PPOConfig, tokenizer: Any, initial_weights: TrainEngine
+) -> RolloutParts:
+    """The embedded sampler with the actor's weights, and a training and an evaluation rollout on it."""
+    allocation = ModelAllocation.from_str(config.rollout.backend, name="rollout")
+    if allocation.backend != "native":
+        raise UnsupportedFeatureError(
+            f"rollout.backend={config.rollout.backend!r} cannot run inline; use native:d1 or another scheduler.type"
+        )
+    (worker,) = scheduler.create_workers(Job(role="rollout", replicas=1, tasks=list(config.rollout.scheduling_spec)))
+    dtype = config.native.dtype or config.actor.dtype
+    sampler = NativeEngine(config.native, config.actor.path, tokenizer=tokenizer, dtype=dtype)
+    sampler.receive_weights(initial_weights.named_full_tensors(), version=0)
+
+    def rollout_engine(rollout: InferenceEngineConfig, *, is_eval: bool) -> EmbeddedInfEngine:
+        engine = EmbeddedInfEngine(rollout, sampler, run_seed=config.seed, tokenizer=tokenizer, is_eval=is_eval)
+        engine.initialize()
+        scheduler.host(worker, engine, "eval-rollout" if is_eval else "rollout")
+        return engine
+
+    eval_rows = config.valid_dataset.batch_size if config.valid_dataset is not None else 1
+    eval_config = dataclasses.replace(
+        config.rollout,
+        max_head_offpolicyness=_NO_STALENESS_BOUND,
+        max_concurrent_rollouts=max(eval_rows, config.rollout.max_concurrent_rollouts or 1),
+        queue_size=None,
+    )
+    return RolloutParts(
+        sampler=scheduler.host(worker, sampler, "sampler"),
+        train=rollout_engine(config.rollout, is_eval=False),
+        eval=rollout_engine(eval_config, is_eval=True),
+    )
+
+
+def build_rl(config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts:
+    """Actor, reference model (only with a KL term), rollout and the weight path between them."""
+    scheduler = InlineScheduler()
+    try:
+        engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
+        actor = scheduler.host("actor/0", PPOActor(config.actor, engine), "actor/0")
+        ref = None
+        if config.ref is not None and config.actor.kl_ctl > 0:
+            ref = PPOActor(config.ref, build_train_engine(scheduler, "ref", config.ref, ft_spec))
+        rollout = build_rollout(scheduler, config, tokenizer, engine)
+    except BaseException:
+        scheduler.delete_workers()
+        raise
+    publisher = InProcessPublisher(engine.named_full_tensors, rollout.sampler)
+    followers: list[InferenceEngine | TrainEngine] = [rollout.train, rollout.eval, engine]
+    weights = WeightUpdater(publisher, [rollout.sampler], followers)
+    engine.connect_engine(rollout.train, WeightUpdateMeta(type="inproc"))
+    engine.attach_weight_updater(weights)
+    return RLParts(scheduler, actor, ref, rollout, weights)

@@ -1,0 +1,212 @@
+"""The RL loop: what one step of asynchronous PPO/GRPO is, in order.
+
+Users write ``with PPOTrainer(config, train_dataset=…, valid_dataset=…) as trainer: trainer.train(workflow=…)``. While a
+step is trained, the rollout engine goes on generating the next ones, up to ``rollout.max_head_offpolicyness`` versions
+ahead. Version after step k is k + 1.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from areal.api.config.support import check_supported
+from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.trainer.builder import build_rl
+from areal.trainer.hooks import RunHooks
+from areal.trainer.phases import PhaseClock
+from areal.trainer.plan import prepare_plan
+from areal.utils import environ, logging, stats_tracker
+from areal.utils.dataloader import create_dataloader, create_eval_dataloader
+from areal.utils.errors import ConfigError
+from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.seeding import set_random_seed
+
+if TYPE_CHECKING:
+    from areal.api.cli_args import PPOConfig
+    from areal.api.engine_api import AcceptFn
+    from areal.api.trajectory import TrajectoryRef
+    from areal.api.workflow_api import WorkflowLike
+
+logger = logging.getLogger("PPOTrainer")
+
+
+class PPOTrainer:
+    """Owns one RL run: its engines, its loop and what the run leaves on disk.
+
+    Args:
+        config: a ``PPOConfig`` or ``GRPOConfig``.
+        train_dataset: rows to generate from; each is given to the workflow and the reward as a dict.
+        valid_dataset: rows for evaluation, or None.
+
+    Raises:
+        ConfigError: a setting contradicts another, or asks for a feature that cannot run here; before any model loads.
+        DataError: the dataset is smaller than a batch, and ``drop_last`` is set.
+    """
+
+    def __init__(self, config: PPOConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
+        if train_dataset is None:
+            raise ConfigError("PPOTrainer needs train_dataset: pass get_custom_dataset(…) or any indexable dataset")
+        self.config = config
+        self.loader = create_dataloader(train_dataset, 0, 1, config.train_dataset, seed=config.seed)
+        self.plan = prepare_plan(config, self.loader, config.gconfig)
+        check_supported(config)
+        self.valid_loader = None
+        if valid_dataset is not None and config.valid_dataset is not None:
+            self.valid_loader = create_eval_dataloader(valid_dataset, 0, 1, config.valid_dataset)
+        set_random_seed(config.seed, f"trainer{environ.rank()}")
+        self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
+        ft_spec = FinetuneSpec(
+            total_train_epochs=config.total_train_epochs,
+            dataset_size=len(self.loader) * self.loader.batch_size,
+            train_batch_size=self.loader.batch_size,
+            max_steps=config.total_train_steps,
+        )
+        self.hooks = RunHooks(config, ft_spec, self.plan, self.tokenizer, train_dataset)
+        self.phase = PhaseClock(self.hooks.show_phase)
+        self.parts = build_rl(config, ft_spec, self.tokenizer)
+        self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
+        self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
+        self.rollout.executor.use_ledger(self.phase.ledger)
+        self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
+        self.start_step = self._recover()
+
+    def _recover(self) -> int:
+        """Resume from the newest complete recover point, if there is one and ``recover.mode`` asks for it."""
+        info = self.hooks.recover(self.parts.engines(), self.loader)
+        if info is None:
+            return 0
+        self.rollout.executor.load_state_dict(info.extra["rollout"])
+        step = info.last_step_info.global_step + 1
+        self.weights.update(step)
+        return step
+
+    def train(  # noqa: PLR0913 - public 1.x signature
+        self,
+        workflow: WorkflowLike = None,
+        eval_workflow: WorkflowLike = None,
+        workflow_kwargs: dict[str, Any] | None = None,
+        eval_workflow_kwargs: dict[str, Any] | None = None,
+        dynamic_filter_fn: AcceptFn | str | None = None,
+        total_epochs: int | None = None,
+    ) -> None:
+        """Run every remaining step.
+
+        Args:
+            workflow: object, class or import string; see :mod:`areal.api.workflow_api`.
+            eval_workflow: same for evaluation; None skips evaluation.
+            workflow_kwargs: constructor arguments where ``workflow`` is a class or a string.
+            eval_workflow_kwargs: same for ``eval_workflow``.
+            dynamic_filter_fn: keeps a trajectory group when true; a dropped row is replaced by a further one.
+            total_epochs: overrides ``total_train_epochs``, never beyond ``total_train_steps``.
+        """
+        if workflow is None:
+            raise ConfigError("PPOTrainer.train needs a workflow: an object, a class or an import string")
+        total = self.plan.total_steps
+        if total_epochs is not None:
+            total = min(total, total_epochs * self.plan.steps_per_epoch)
+        evaluation = (eval_workflow, eval_workflow_kwargs)
+        self.phase.restart()
+        if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
+            with self.phase("eval"):
+                self._evaluate(*evaluation)
+            self.hooks.commit_initial(stats_tracker.export_all())
+            self.rollout.resume()
+        for step in self.hooks.steps(self.start_step, total):
+            refs = self._train_step(step, workflow, workflow_kwargs, dynamic_filter_fn)
+            self._finish_step(step, refs, evaluation)
+
+    def _train_step(
+        self,
+        step: StepInfo,
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None,
+        dynamic_filter_fn: AcceptFn | str | None,
+    ) -> list[TrajectoryRef]:
+        """From rollout to published weights."""
+        config = self.config
+        with self.phase("rollout"):
+            refs = self.rollout.executor.next_batch(
+                self.loader,
+                workflow,
+                workflow_kwargs,
+                should_accept_fn=dynamic_filter_fn,
+                group_size=config.gconfig.n_samples,
+                dynamic_bs=config.dynamic_bs,
+            )
+        self.hooks.saver.maybe_wait_for_staging()
+        if refs:
+            self._learn(refs)
+        else:  # dynamic batch size, and the filter refused every row
+            logger.warning(f"step {step.global_step}: no group was accepted, so the weights stay as they are")
+        self.actor.engine.step_lr_scheduler()
+        if self.config.rollout.max_head_offpolicyness == 0:
+            self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
+        with self.phase("update_weights"):
+            self.weights.update(step.global_step + 1)
+            self.rollout.executor.step_done()
+        return refs
+
+    def _learn(self, refs: list[TrajectoryRef]) -> None:
+        """Score a step's groups and update the policy on them."""
+        batch = self.actor.pack([ref.data for ref in refs])
+        if self.ref is not None:
+            with self.phase("ref_logp"):
+                batch = self.ref.annotate(batch, "ref_logp")
+        if self.actor.should_compute_prox_logp():
+            with self.phase("recompute_logp"):
+                batch = self.actor.annotate(batch, "prox_logp")
+        with self.phase("compute_advantage"):
+            batch = self.actor.compute_advantages(batch)
+        with self.phase("train_step"):
+            self.actor.ppo_update(batch)
+
+    def _finish_step(self, step: StepInfo, refs: list[TrajectoryRef], evaluation: tuple[Any, Any]) -> None:
+        """Save, recover point, evaluation, statistics."""
+        engines = self.parts.engines()
+        with self.phase("save"):
+            self.hooks.save(engines, step)
+        if self.hooks.should_evaluate(step):
+            with self.phase("eval"):
+                self._evaluate(*evaluation)
+        stats = stats_tracker.export_all()
+        stats.update(self.rollout.export_stats())
+        stats.update(self.eval_rollout.export_stats())
+        self.rollout.resume()
+        stats.update(self.phase.export())
+        self.hooks.commit(step, stats, refs)
+        with self.phase("checkpoint_for_recover"):  # last, so that the point covers everything the step left behind
+            self.hooks.dump_recover(
+                engines, step, self.loader, extra=lambda: {"rollout": self.rollout.executor.state_dict()}
+            )
+
+    def _evaluate(self, workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> None:
+        """Run every validation row once under ``eval_gconfig``; statistics go to ``eval-rollout``. Leaves training
+        episodes paused: the caller resumes them.
+        """
+        if workflow is None or self.valid_loader is None:
+            return
+        self.rollout.pause()
+        n_samples = self.config.eval_gconfig.n_samples if self.config.eval_gconfig else 1
+        n_rows = 0
+        for records in self.valid_loader:
+            for record in records:
+                self.eval_rollout.submit(record, workflow, workflow_kwargs, group_size=n_samples, is_eval=True)
+                n_rows += 1
+        if n_rows:
+            self.eval_rollout.wait(n_rows)  # each episode has its own limit
+
+    def close(self) -> None:
+        """Finish pending writes and free every engine; safe to call twice."""
+        self.hooks.close()
+        self.parts.scheduler.delete_workers()
+
+    def __enter__(self) -> PPOTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            logger.error(f"training stopped: {kind.__name__ if kind else ''}: {error}")
+        self.close()

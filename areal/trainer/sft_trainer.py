@@ -1,0 +1,149 @@
+"""The supervised loop: batches of token rows in, a fine-tuned model out.
+
+Runs in one process, or once per rank under ``torchrun`` (each rank then takes its share of every batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from areal.api.config.support import check_supported
+from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.infra.scheduler.inline import InlineScheduler
+from areal.trainer.builder import build_train_engine
+from areal.trainer.hooks import RunHooks
+from areal.trainer.phases import PhaseClock
+from areal.trainer.plan import prepare_plan
+from areal.trainer.sft.learner import LMLearner
+from areal.utils import environ, logging, stats_tracker
+from areal.utils.dataloader import create_dataloader, create_eval_dataloader
+from areal.utils.errors import ConfigError
+from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.seeding import set_random_seed
+
+if TYPE_CHECKING:
+    from areal.api.cli_args import SFTConfig
+
+logger = logging.getLogger("SFTTrainer")
+
+
+def collate_tokens(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records with ``input_ids`` and ``loss_mask`` lists -> ``[1, S]`` tensors, ``attention_mask`` of ones added.
+
+    A rank without rows (a short last step dealt out to several ranks) gets one token without loss: every rank must join
+    the collectives of a step.
+    """
+    batch = []
+    for sample in samples or [{"input_ids": [0], "loss_mask": [0]}]:
+        row = {key: torch.as_tensor(sample[key])[None] for key in ("input_ids", "loss_mask")}
+        row["attention_mask"] = torch.ones_like(row["input_ids"], dtype=torch.bool)
+        batch.append(row)
+    return batch
+
+
+class SFTTrainer:
+    """Owns one supervised run.
+
+    Args:
+        config: an ``SFTConfig``.
+        train_dataset: rows with ``input_ids`` and ``loss_mask`` lists.
+        valid_dataset: same, evaluated when ``evaluator`` says so.
+    """
+
+    def __init__(self, config: SFTConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
+        if train_dataset is None:
+            raise ConfigError("SFTTrainer needs train_dataset: pass get_custom_dataset(…) or any indexable dataset")
+        self.config = config
+        self.rank, world_size = environ.rank(), environ.world_size()
+        self.loader = create_dataloader(
+            train_dataset, self.rank, world_size, config.train_dataset, collate_tokens, seed=config.seed
+        )
+        self.plan = prepare_plan(config, self.loader, None)
+        check_supported(config)
+        self.valid_loader = None
+        if valid_dataset is not None and config.valid_dataset is not None:
+            self.valid_loader = create_eval_dataloader(
+                valid_dataset, self.rank, world_size, config.valid_dataset, collate_tokens
+            )
+        set_random_seed(config.seed, f"trainer{self.rank}")
+        self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
+        ft_spec = FinetuneSpec(
+            total_train_epochs=config.total_train_epochs,
+            dataset_size=len(self.loader) * self.loader.batch_size,
+            train_batch_size=self.loader.batch_size,
+            max_steps=config.total_train_steps,
+        )
+        self.hooks = RunHooks(config, ft_spec, self.plan, self.tokenizer, train_dataset)
+        self.phase = PhaseClock(self.hooks.show_phase)
+        self.scheduler = InlineScheduler()
+        self.engine = build_train_engine(self.scheduler, "actor", config.actor, ft_spec)
+        self.learner = LMLearner(self.engine)
+        info = self.hooks.recover({"default": self.engine}, self.loader)
+        self.start_step = 0 if info is None else info.last_step_info.global_step + 1
+
+    def train(self, stop_fn: Callable[[StepInfo], bool] | None = None) -> None:
+        """Run every remaining step.
+
+        Args:
+            stop_fn: asked after each update; true ends the run there, and that step is saved like a last one.
+        """
+        batches = self._batches()
+        self.phase.restart()
+        if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
+            with self.phase("eval"):
+                self._evaluate()
+            self.hooks.commit_initial(stats_tracker.export_all(self.engine.data_parallel_group))
+        for step in self.hooks.steps(self.start_step, self.plan.total_steps):
+            with self.phase("load_bcast"):
+                batch = next(batches)
+            self.hooks.saver.maybe_wait_for_staging()
+            with self.phase("train_step"):
+                self.learner.train_lm(batch)
+                self.engine.step_lr_scheduler()
+            self.engine.set_version(step.global_step + 1)
+            stop = stop_fn is not None and stop_fn(step)
+            self._finish_step(step, last=stop)
+            if stop:
+                break
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
+        """Batches from the loader's cursor on, epoch after epoch."""
+        while True:
+            yield from self.loader
+
+    def _finish_step(self, step: StepInfo, *, last: bool) -> None:
+        engines = {"default": self.engine}
+        with self.phase("save"):
+            self.hooks.save(engines, step, last=last)
+        if self.hooks.should_evaluate(step):
+            with self.phase("eval"):
+                self._evaluate()
+        stats = stats_tracker.export_all(self.engine.data_parallel_group)
+        stats.update(self.phase.export())
+        self.hooks.commit(step, stats)
+        with self.phase("checkpoint_for_recover"):  # last, so that the point covers everything the step left behind
+            self.hooks.dump_recover(engines, step, self.loader)
+
+    def _evaluate(self) -> None:
+        """One pass over the validation rows; statistics go to ``sft-eval``."""
+        for batch in self.valid_loader or ():
+            self.learner.evaluate_lm(batch)
+
+    def close(self) -> None:
+        """Finish pending writes and free the engine; safe to call twice."""
+        self.hooks.close()
+        self.scheduler.delete_workers()
+
+    def __enter__(self) -> SFTTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            logger.error(f"training stopped: {kind.__name__ if kind else ''}: {error}")
+        self.close()
