@@ -1,0 +1,59 @@
+"""Matrix products with a weight, in the form that is fastest on the device.
+
+A :class:`Product` is one linear layer. On a CPU a large weight is kept in oneDNN's blocked layout beside the plain
+one: for 64 rows it is 1.2 to 2 times as fast as the plain product. Small weights stay plain: there the call itself
+costs more than it saves. Made by ``weights``, called by ``model``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_PACK_FROM = 2**17  # elements of a weight from which the blocked layout pays
+_PACK_ROWS = 64  # rows the layout is chosen for; any number works
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether products with a weight like this one use the blocked layout."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and weight.numel() >= _PACK_FROM
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+class Product:
+    """``x @ weight.T + bias``.
+
+    Args:
+        weight: ``[out, in]``; filled later, by reference.
+        bias: ``[out]`` or None.
+    """
+
+    __slots__ = ("_packed", "_transposed", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._transposed = weight.t()
+        self._packed: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Take over the weight's current values; needed after every change of it."""
+        if packs(self.weight):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[n, in]`` -> ``[n, out]``."""
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The product added to ``residual`` ``[n, out]``; a new tensor."""
+        if self._packed is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")  # type: ignore[no-any-return]
+        out = torch.addmm(residual, x, self._transposed)
+        return out if self.bias is None else out.add_(self.bias)

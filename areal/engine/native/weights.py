@@ -1,0 +1,303 @@
+"""Weights of the native engine: what a checkpoint must hold, and where each of its tensors lies here.
+
+In: a Hugging Face config, and ``(checkpoint name, tensor)`` pairs from a directory, a model or a trainer. Out: a
+:class:`Weights` laid out for the forward pass. Callers: ``engine`` (loading, receiving), ``model`` (reading).
+
+Layout. Query, key and value projections of a layer are one matrix whose rows are grouped by KV head:
+``[kv_heads, group + 2, head_dim, hidden]`` = the group's queries, its key, its value. So queries, keys and values of
+a step are views of one product. Within a head, rotary halves ``(i, i + D/2)`` lie next to each other, so that rotary
+embedding is one complex product; attention does not notice, because queries and keys are permuted alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.engine.native.products import Product, packs
+from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of one causal LM, read from its Hugging Face config."""
+
+    arch: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied: bool
+    max_positions: int
+    inv_freq: tuple[float, ...] = field(repr=False)
+    rope_scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> ModelSpec:
+        """Read ``config``; raises UnsupportedFeatureError for what this engine cannot run."""
+        arch = config.model_type
+        if arch not in ARCHITECTURES:
+            raise UnsupportedFeatureError(f"model_type={arch!r}: the native engine runs {', '.join(ARCHITECTURES)}")
+        if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+            raise UnsupportedFeatureError("layer_types: the native engine runs full attention only, no sliding window")
+        if config.hidden_act != "silu":
+            raise UnsupportedFeatureError(f"hidden_act={config.hidden_act!r}: the native engine runs silu only")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        inv_freq, rope_scale = _rope(config, head_dim)
+        bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            arch=arch,
+            vocab_size=config.vocab_size,
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            intermediate=config.intermediate_size,
+            norm_eps=config.rms_norm_eps,
+            qkv_bias=arch == "qwen2" or bias,
+            out_bias=bias and arch != "qwen2",
+            mlp_bias=arch == "llama" and bool(config.mlp_bias),
+            tied=bool(config.tie_word_embeddings),
+            max_positions=config.max_position_embeddings,
+            inv_freq=inv_freq,
+            rope_scale=rope_scale,
+        )
+
+
+def _rope(config: Any, head_dim: int) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies ``[head_dim / 2]`` and the factor on cos and sin."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        raise UnsupportedFeatureError(f"rope_type={kind!r}: the native engine knows {', '.join(_ROPE_TYPES)}")
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(inv_freq.float().tolist()), float(scale)
+
+
+@dataclass
+class LayerWeights:
+    """One decoder layer; see the module docstring for the rows of ``qkv``."""
+
+    norm1: Tensor
+    qkv: Product
+    qk_norm: Tensor | None
+    out: Product
+    norm2: Tensor
+    gate_up: Product
+    down: Product
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Every matrix of the layer."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where one checkpoint tensor goes: ``dst.copy_(src.reshape(shape).permute(order))``."""
+
+    dst: Tensor
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    source_shape: tuple[int, ...]
+
+
+class Weights:
+    """One complete set of weights on one device; two of them make a double buffer.
+
+    Matrices that are read in a packed layout are unpacked only while they arrive: that landing place is shared by
+    both buffers.
+
+    Args:
+        spec: model shape.
+        dtype: dtype of every tensor here; what arrives is cast.
+        device: where they lie.
+        twin: the other buffer, if it is there already.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, twin: Weights | None = None) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self._targets: dict[str, _Target] = {}
+        self._landing: dict[str, Tensor] = {} if twin is None else twin._landing
+        self.embed = self._new("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+        self.norm = self._new("model.norm.weight", spec.hidden)
+        self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(spec.layers)]
+        head = self.embed if spec.tied else self._new_matrix("lm_head.weight", spec.vocab_size, spec.hidden)
+        self.head = Product(head)
+
+    @property
+    def names(self) -> list[str]:
+        """Checkpoint names that make a complete set."""
+        return list(self._targets)
+
+    def load(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Copy ``tensor`` (any dtype or device) to its place; returns the place, or None for a tied head.
+
+        Raises:
+            WeightSyncError: unknown name or wrong shape.
+        """
+        if name == "lm_head.weight" and self.spec.tied:
+            return None
+        target = self._targets.get(name)
+        if target is None:
+            raise WeightSyncError(f"{name!r} is not a weight of this {self.spec.arch} model")
+        if tuple(tensor.shape) != target.source_shape:
+            raise WeightSyncError(f"{name}: shape {tuple(tensor.shape)}, this model has {target.source_shape}")
+        target.dst.copy_(tensor.detach().reshape(target.shape).permute(target.order))
+        # one key/query norm fills the rows of several heads
+        return target.dst if target.dst.numel() == tensor.numel() else target.dst[:1]
+
+    def load_all(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Load every pair, yielding (name, tensor, place); raises WeightSyncError if a weight is missing at the end."""
+        missing = set(self._targets)
+        for name, tensor in pairs:
+            place = self.load(name, tensor)
+            missing.discard(name)
+            yield name, tensor, place
+        if missing:
+            shown = ", ".join(sorted(missing)[:5])
+            raise WeightSyncError(f"{len(missing)} of {len(self._targets)} weights did not arrive: {shown}")
+        self.head.refresh()
+        for layer in self.layers:
+            for product in layer.products:
+                product.refresh()
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _new(self, name: str, *shape: int) -> Tensor:
+        tensor = self._empty(*shape)
+        self._bind(name, tensor, shape, None, shape)
+        return tensor
+
+    def _matrix(self, key: str, *shape: int) -> Tensor:
+        """Memory for a weight of a product; the twin's if both only pass through it."""
+        if key not in self._landing:
+            matrix = self._empty(*shape)
+            if not packs(matrix):
+                return matrix
+            self._landing[key] = matrix
+        return self._landing[key]
+
+    def _new_matrix(self, name: str, *shape: int) -> Tensor:
+        matrix = self._matrix(name, *shape)
+        self._bind(name, matrix, shape, None, shape)
+        return matrix
+
+    def _bind(
+        self, name: str, dst: Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, source: tuple[int, ...]
+    ) -> None:
+        self._targets[name] = _Target(dst, shape, order or tuple(range(len(shape))), source)
+
+    def _new_layer(self, at: str) -> LayerWeights:
+        spec = self.spec
+        hidden, inter, width = spec.hidden, spec.intermediate, spec.heads * spec.head_dim
+        attn, mlp = at + "self_attn.", at + "mlp."
+        gate_up = self._matrix(mlp + "gate_up", 2 * inter, hidden)
+        gate_up_bias = self._empty(2 * inter) if spec.mlp_bias else None
+        for part, name in enumerate(("gate_proj", "up_proj")):
+            rows = slice(part * inter, (part + 1) * inter)
+            self._bind(f"{mlp}{name}.weight", gate_up[rows], (inter, hidden), None, (inter, hidden))
+            if gate_up_bias is not None:
+                self._bind(f"{mlp}{name}.bias", gate_up_bias[rows], (inter,), None, (inter,))
+        qkv_rows = spec.kv_heads * (spec.group + 2) * spec.head_dim
+        qkv = self._matrix(attn + "qkv", qkv_rows, hidden)
+        self._bind_qkv(attn, "weight", qkv, (hidden,))
+        qkv_bias = self._empty(qkv_rows) if spec.qkv_bias else None
+        if qkv_bias is not None:
+            self._bind_qkv(attn, "bias", qkv_bias, ())
+        out_bias = self._new(attn + "o_proj.bias", hidden) if spec.out_bias else None
+        down_bias = self._new(mlp + "down_proj.bias", hidden) if spec.mlp_bias else None
+        return LayerWeights(
+            norm1=self._new(at + "input_layernorm.weight", hidden),
+            qkv=Product(qkv, qkv_bias),
+            qk_norm=self._new_qk_norm(attn) if spec.arch == "qwen3" else None,
+            out=Product(self._new_matrix(attn + "o_proj.weight", hidden, width), out_bias),
+            norm2=self._new(at + "post_attention_layernorm.weight", hidden),
+            gate_up=Product(gate_up, gate_up_bias),
+            down=Product(self._new_matrix(mlp + "down_proj.weight", hidden, inter), down_bias),
+        )
+
+    def _bind_qkv(self, attn: str, kind: str, fused: Tensor, tail: tuple[int, ...]) -> None:
+        """Bind q, k, v of ``kind`` to the fused tensor ``[kv_heads * (group + 2) * head_dim, *tail]``."""
+        spec = self.spec
+        kv, group, dim, half = spec.kv_heads, spec.group, spec.head_dim, spec.head_dim // 2
+        paired = fused.view(kv, group + 2, half, 2, *tail)
+        rest = tuple(range(4, 4 + len(tail)))
+        self._bind(
+            f"{attn}q_proj.{kind}", paired[:, :group], (kv, group, 2, half, *tail), (0, 1, 3, 2, *rest),
+            (spec.heads * dim, *tail),
+        )  # fmt: skip
+        rest = tuple(range(3, 3 + len(tail)))
+        self._bind(f"{attn}k_proj.{kind}", paired[:, group], (kv, 2, half, *tail), (0, 2, 1, *rest), (kv * dim, *tail))
+        value = fused.view(kv, group + 2, dim, *tail)[:, group + 1]
+        self._bind(f"{attn}v_proj.{kind}", value, (kv, dim, *tail), None, (kv * dim, *tail))
+
+    def _new_qk_norm(self, attn: str) -> Tensor:
+        """Norm weights ``[group + 1, head_dim]``: one row per query head of a group, then the key's."""
+        spec = self.spec
+        group, half = spec.group, spec.head_dim // 2
+        fused = self._empty(group + 1, spec.head_dim)
+        paired = fused.view(group + 1, half, 2)
+        for name, rows in (("q_norm", slice(0, group)), ("k_norm", slice(group, group + 1))):
+            self._bind(f"{attn}{name}.weight", paired[rows], (1, 2, half), (0, 2, 1), (spec.head_dim,))
+        return fused
+
+
+def cis_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
+    """Rotary factors ``exp(i * position * frequency)``, complex64 ``[length, head_dim / 2]``."""
+    frequencies = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+    return torch.polar(torch.full_like(angles, spec.rope_scale), angles)
+
+
+def attention_scale(spec: ModelSpec) -> float:
+    """Factor on query-key products."""
+    return 1.0 / math.sqrt(spec.head_dim)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a Hugging Face directory of safetensors files."""
+    from safetensors import safe_open
+
+    root = Path(path)
+    index = root / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = sorted(file.name for file in root.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{root}: no *.safetensors file; the native engine reads Hugging Face safetensors")
+    for file in files:
+        with safe_open(root / file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                yield name, handle.get_tensor(name)
