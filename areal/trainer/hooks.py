@@ -152,7 +152,7 @@ class RunHooks:
         perf_tracer.save(step=step.global_step)
 
     def commit_initial(self, stats: dict[str, float]) -> None:
-        """Keep the evaluation that ran before the first step: logged now, recorded with step 0 as ``before_train/…``."""
+        """Keep the evaluation that ran before the first step: logged now, recorded in step 0 as ``before_train/…``."""
         found = {key: value for key, value in stats.items() if "eval" in key and not key.endswith("__count")}
         logger.info("before training: " + ", ".join(f"{key}={value:.4g}" for key, value in sorted(found.items())))
         self._initial = {f"before_train/{key}": value for key, value in found.items()}
