@@ -1,13 +1,14 @@
 """Native decode against ``transformers.generate``: the same 64 prompts, 64 new tokens each, sampled at temperature 1.
 
-Both sides run in one process, in turns; the median over the turns of the ratio of their times is reported, as JSON::
+Each side runs in a process of its own, in turns; the median over the turns of the ratio of their times is reported, as
+JSON::
 
-    OMP_NUM_THREADS=2 python benchmark/bench_native_decode.py                      # both models
-    OMP_NUM_THREADS=2 python benchmark/bench_native_decode.py --model 135m --turns 3
+    python benchmark/bench_native_decode.py                      # both models
+    python benchmark/bench_native_decode.py --model 135m --runs 1
 
 ``tiny`` is the quickstart's character model (Qwen2, 4 layers, hidden 128, about 1 M parameters), ``135m`` has the
 shape of SmolLM2-135M with random weights. ``matmul_share``: time that the matrix products with the weights alone
-would take at the speed of the fastest product measured in the same turn, over the time of the whole run. The native
+would take at the speed of the fastest product measured in the same process, over the time of the whole run. The native
 side reports log-probs too; ``generate`` does not.
 """
 
@@ -20,10 +21,11 @@ import sys
 import time
 from typing import Any
 
+import common
 import torch
 
 REQUESTS, PROMPT_LEN, NEW_TOKENS = 64, 16, 64
-TARGETS = {"tiny": {"ratio": 2.0}, "135m": {"ratio": 1.6, "matmul_share": 0.6}}
+TARGETS = {"tiny": {"speedup": 2.0}, "135m": {"speedup": 1.6, "matmul_share": 0.6}}
 
 
 def build_model(name: str) -> Any:
@@ -34,7 +36,7 @@ def build_model(name: str) -> Any:
     common["tie_word_embeddings"] = True
     if name == "tiny":
         config: Any = Qwen2Config(
-            vocab_size=32, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=32, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=512, **common,
         )  # fmt: skip
     else:
@@ -92,50 +94,66 @@ def run_native(engine: Any, prompts: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def measure(name: str, turns: int) -> dict[str, Any]:
-    """Alternate both sides ``turns`` times after one warm-up each."""
-    from areal.api.config.inference import NativeConfig
-    from areal.engine.native.engine import NativeEngine
-
+def measure_side(side: str, name: str, runs: int) -> dict[str, Any]:
+    """One side in this process: the median of ``runs`` after a warm-up, and the speed of the matrix products."""
     model = build_model(name)
-    engine = NativeEngine(NativeConfig(max_running_requests=REQUESTS), model)
-    engine.start()
+    peak = peak_flops()
+    prompts = [torch.randint(1, model.config.vocab_size, (REQUESTS, PROMPT_LEN)) for _ in range(runs + 1)]
+    if side == "generate":
+        seconds = [run_generate(model, batch) for batch in prompts]
+    else:
+        from areal.api.config.inference import NativeConfig
+        from areal.engine.native.engine import NativeEngine
+
+        engine = NativeEngine(NativeConfig(max_running_requests=REQUESTS), model)
+        engine.start()
+        seconds = [run_native(engine, batch) for batch in prompts]
+        engine.stop()
     flops = 2 * sum(i * o for i, o in weight_shapes(model)) * REQUESTS * (NEW_TOKENS - 1)
-    rows: list[tuple[float, float, float]] = []
-    for turn in range(turns + 1):
-        prompts = torch.randint(1, model.config.vocab_size, (REQUESTS, PROMPT_LEN))
-        row = (run_generate(model, prompts), run_native(engine, prompts), peak_flops())
-        if turn:
-            rows.append(row)
-    engine.stop()
-    middle = statistics.median
-    result = {
-        "model": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "turns": turns,
-        "threads": torch.get_num_threads(),
-        "generate_s": round(middle(g for g, _, _ in rows), 4),
-        "native_s": round(middle(n for _, n, _ in rows), 4),
-        "native_step_ms": round(middle(n for _, n, _ in rows) / NEW_TOKENS * 1e3, 3),
-        "native_tokens_per_s": round(REQUESTS * NEW_TOKENS / middle(n for _, n, _ in rows), 1),
-        "peak_gflops": round(middle(p for _, _, p in rows) / 1e9, 1),
-        "ratio": round(middle(g / n for g, n, _ in rows), 3),
-        "matmul_share": round(middle(flops / p / n for _, n, p in rows), 3),
+    median = statistics.median(seconds[1:])
+    return {"seconds": median, "matmul_share": flops / peak / median, "parameters": model.num_parameters()}
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Alternate both sides, each in a fresh process."""
+    shares: list[float] = []
+
+    def run(side: str) -> float:
+        command = [sys.executable, __file__, "--side", side, "--model", name, "--runs", str(options.runs)]
+        measured = common.run_json(command, threads=options.threads)
+        if side == "native":
+            shares.append(measured["matmul_share"])
+        return float(measured["seconds"])
+
+    rounds = common.alternate({side: lambda side=side: run(side) for side in ("generate", "native")}, options.repeats)
+    speedup = common.ratio(rounds["generate"], rounds["native"])
+    native_s = statistics.median(rounds["native"])
+    result: dict[str, Any] = {
+        "generate_s": common.summary(rounds["generate"]),
+        "native_s": common.summary(rounds["native"]),
+        "native_step_ms": native_s / NEW_TOKENS * 1e3,
+        "native_tokens_per_s": REQUESTS * NEW_TOKENS / native_s,
+        "speedup": speedup,
+        "matmul_share": common.summary(shares),
         "targets": TARGETS[name],
     }
-    result["targets_met"] = all(result[key] >= value for key, value in TARGETS[name].items())
+    medians = {"speedup": speedup["median"], "matmul_share": statistics.median(shares)}
+    result["targets_met"] = {key: medians[key] >= value for key, value in TARGETS[name].items()}
     return result
 
 
 def main() -> None:
     """Parse flags, measure, print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = common.arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=[*TARGETS, "all"], default="all")
-    parser.add_argument("--turns", type=int, default=5, help="alternations per model")
-    args = parser.parse_args()
-    names = list(TARGETS) if args.model == "all" else [args.model]
-    results = [measure(name, args.turns) for name in names]
-    sys.stdout.write(json.dumps({"benchmark": "native_decode", "results": results}, indent=2) + "\n")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each process after its warm-up")
+    parser.add_argument("--side", choices=["generate", "native"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        sys.stdout.write(json.dumps(measure_side(options.side, options.model, options.runs)) + "\n")
+        return
+    names = list(TARGETS) if options.model == "all" else [options.model]
+    common.emit("native_decode", {name: measure(name, options) for name in names}, options.out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.io_struct import WeightUpdateMeta
 from areal.api.scheduler_api import Job
@@ -21,6 +23,7 @@ from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.roles import TRAIN_ENGINES
 from areal.utils import logging
 from areal.utils.errors import UnsupportedFeatureError
+from areal.utils.threads import process_threads, split_threads
 
 if TYPE_CHECKING:
     from areal.api.cli_args import InferenceEngineConfig, PPOConfig, TrainEngineConfig
@@ -80,7 +83,12 @@ def build_rollout(
         )
     (worker,) = scheduler.create_workers(Job(role="rollout", replicas=1, tasks=list(config.rollout.scheduling_spec)))
     dtype = config.native.dtype or config.actor.dtype
-    sampler = NativeEngine(config.native, config.actor.path, tokenizer=tokenizer, dtype=dtype)
+    native = config.native
+    if native.num_threads is None and initial_weights.device.type == "cpu":
+        sampler_threads, trainer_threads = split_threads(process_threads())
+        native = dataclasses.replace(native, num_threads=sampler_threads)
+        torch.set_num_threads(trainer_threads)
+    sampler = NativeEngine(native, config.actor.path, tokenizer=tokenizer, dtype=dtype)
     sampler.receive_weights(initial_weights.named_full_tensors(), version=0)
 
     def rollout_engine(rollout: InferenceEngineConfig, *, is_eval: bool) -> EmbeddedInfEngine:

@@ -30,6 +30,7 @@ from areal.engine.native.weights import ModelSpec, Weights, read_checkpoint
 from areal.engine.native.worker import Worker
 from areal.utils import logging
 from areal.utils.errors import EngineError, WeightSyncError
+from areal.utils.threads import release_thread_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +83,9 @@ class NativeEngine:
         self._staged: int | None = None  # version in the spare buffer, complete but not committed
 
     def start(self) -> None:
-        """Start the worker thread; does nothing if it runs."""
+        """Start the worker thread; does nothing if it runs. The caller's idle OpenMP team makes room for its own."""
+        if self.device.type == "cpu":
+            release_thread_pool()
         self._worker.start()
 
     def stop(self) -> None:
