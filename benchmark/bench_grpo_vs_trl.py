@@ -56,6 +56,9 @@ def distinct_reward_fn(prompt, completions, prompt_ids=None, completion_ids=None
     return len(set(completions)) / max(1, len(completions))
 
 
+distinct_reward_fn.areal_inline = True  # takes microseconds; TRL calls it in its own process too
+
+
 def write_inputs(folder: Path, case: Case) -> None:
     """Saves model, tokenizer and prompts, which both sides read."""
     import torch

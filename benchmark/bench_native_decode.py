@@ -48,10 +48,13 @@ def build_model(name: str) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def weight_shapes(model: Any) -> list[tuple[int, int]]:
-    """(in, out) of every weight product of one token."""
-    shapes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    return [(i, o) for i, o in shapes if i * o]
+def product_flops(model: Any) -> int:
+    """Floating-point operations of the weight products of one run: every layer for every token that is computed, the
+    head for every token that is drawn."""
+    linear = {id(m): m.in_features * m.out_features for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    head = linear.pop(id(model.get_output_embeddings()))
+    computed = PROMPT_LEN + NEW_TOKENS - 1
+    return 2 * REQUESTS * (sum(linear.values()) * computed + head * NEW_TOKENS)
 
 
 def peak_flops() -> float:
@@ -109,9 +112,12 @@ def measure_side(side: str, name: str, runs: int) -> dict[str, Any]:
         engine.start()
         seconds = [run_native(engine, batch) for batch in prompts]
         engine.stop()
-    flops = 2 * sum(i * o for i, o in weight_shapes(model)) * REQUESTS * (NEW_TOKENS - 1)
     median = statistics.median(seconds[1:])
-    return {"seconds": median, "matmul_share": flops / peak / median, "parameters": model.num_parameters()}
+    return {
+        "seconds": median,
+        "matmul_share": product_flops(model) / peak / median,
+        "parameters": model.num_parameters(),
+    }
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def build_rollout(
     (worker,) = scheduler.create_workers(Job(role="rollout", replicas=1, tasks=list(config.rollout.scheduling_spec)))
     dtype = config.native.dtype or config.actor.dtype
     native = config.native
-    if native.num_threads is None and initial_weights.device.type == "cpu":
+    takes_turns = config.rollout.max_head_offpolicyness == 0  # then each may have every thread while the other waits
+    if native.num_threads is None and initial_weights.device.type == "cpu" and not takes_turns:
         sampler_threads, trainer_threads = split_threads(process_threads())
         native = dataclasses.replace(native, num_threads=sampler_threads)
         torch.set_num_threads(trainer_threads)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import StepInfo
+from areal.trainer.samples import SampleWriter
 from areal.utils import environ, logging, perf_tracer
 from areal.utils.console import LiveConsole
 from areal.utils.errors import ArealError
@@ -66,6 +67,7 @@ class RunHooks:
             logging.setup_file_logging(str(self.log_dir))
         if config.perf_tracer is not None:
             perf_tracer.configure(config.perf_tracer, rank=self.rank, role="master")
+        self._samples = SampleWriter(self.log_dir, tokenizer)
         self._initial: dict[str, float] = {}
         self._closed = False
 
@@ -146,6 +148,8 @@ class RunHooks:
             sequences = sum(len(ref.lengths) for ref in refs)
             stats["throughput/sequences_per_s"] = sequences / wall
             stats["throughput/tokens_per_s"] = sum(sum(ref.lengths) for ref in refs) / wall
+        if self.rank == 0:
+            self._samples.write(step.global_step, refs)
         self.stats_logger.commit(step.epoch, step.epoch_step, step.global_step, stats)
         if self.console is not None:
             self.console.update(step.global_step, shown_metrics(stats))

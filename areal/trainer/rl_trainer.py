@@ -21,6 +21,7 @@ from areal.utils.dataloader import create_dataloader, create_eval_dataloader
 from areal.utils.errors import ConfigError
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.seeding import set_random_seed
+from areal.utils.threads import release_thread_pool
 
 if TYPE_CHECKING:
     from areal.api.cli_args import PPOConfig
@@ -126,6 +127,8 @@ class PPOTrainer:
         """From rollout to published weights."""
         config = self.config
         with self.phase("rollout"):
+            if config.rollout.max_head_offpolicyness == 0:
+                release_thread_pool()  # this thread only waits now
             refs = self.rollout.executor.next_batch(
                 self.loader,
                 workflow,
@@ -140,7 +143,7 @@ class PPOTrainer:
         else:  # dynamic batch size, and the filter refused every row
             logger.warning(f"step {step.global_step}: no group was accepted, so the weights stay as they are")
         self.actor.engine.step_lr_scheduler()
-        if self.config.rollout.max_head_offpolicyness == 0:
+        if config.rollout.max_head_offpolicyness == 0:
             self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
         with self.phase("update_weights"):
             self.weights.update(step.global_step + 1)
@@ -188,18 +191,15 @@ class PPOTrainer:
             return
         self.rollout.pause()
         n_samples = self.config.eval_gconfig.n_samples if self.config.eval_gconfig else 1
-        n_rows = 0
-        for records in self.valid_loader:
-            for record in records:
-                self.eval_rollout.submit(record, workflow, workflow_kwargs, group_size=n_samples, is_eval=True)
-                n_rows += 1
-        if n_rows:
-            self.eval_rollout.wait(n_rows)  # each episode has its own limit
+        rows = [record for records in self.valid_loader for record in records]
+        self.eval_rollout.rollout_batch(rows, workflow, workflow_kwargs, group_size=n_samples)
 
     def close(self) -> None:
         """Finish pending writes and free every engine; safe to call twice."""
-        self.hooks.close()
-        self.parts.scheduler.delete_workers()
+        try:
+            self.hooks.close()
+        finally:
+            self.parts.scheduler.delete_workers()
 
     def __enter__(self) -> PPOTrainer:
         return self

@@ -135,8 +135,10 @@ class SFTTrainer:
 
     def close(self) -> None:
         """Finish pending writes and free the engine; safe to call twice."""
-        self.hooks.close()
-        self.scheduler.delete_workers()
+        try:
+            self.hooks.close()
+        finally:
+            self.scheduler.delete_workers()
 
     def __enter__(self) -> SFTTrainer:
         return self

@@ -109,6 +109,9 @@ def test_run_leaves_its_files(sync_run: Any) -> None:
     rows = [json.loads(line) for line in (directory / "stats.jsonl").read_text().splitlines()]
     assert [row["global_step"] for row in rows] == [0, 1, 2]
     assert list((directory / "tensorboard").glob("events.out.*"))
+    samples = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    assert [sample["global_step"] for sample in samples] == [0, 1, 2]
+    assert all(sample["prompt"].endswith("=") and len(sample["group_rewards"]) == 4 for sample in samples)
     assert (directory / "reward_curve.png").stat().st_size > 1000
     resolved = yaml.safe_load((directory / "config.yaml").read_text())
     assert resolved["actor"]["optimizer"]["lr"] == 1e-3

@@ -175,7 +175,8 @@ class InferenceEngineConfig(ConfigSection):
         0, "How many versions old a sample may be at most; 0 = synchronous.", unit="weight versions", ge=0
     )
     tokenizer_path: str = opt("", "Tokenizer for dumps and the proxy; taken from the root's when empty.")
-    dump_to_file: bool = opt(False, "Write trajectories as JSONL.")
+    dump_to_file: bool = opt(False, "Write trajectories as JSONL under the run's log directory.")
+    dump_dir: str | None = opt(None, "Write trajectories as JSONL into this directory; null follows dump_to_file.")
     setup_timeout: float = opt(300.0, "Limit for starting and connecting to a server.", unit="s", gt=0)
     request_timeout: float = opt(3600.0, "Limit of one HTTP request to a server.", unit="s", gt=0)
     request_retries: int = opt(3, "Attempts per request to a server.", ge=1)

@@ -33,7 +33,9 @@ class EmbeddedInfEngine(InferenceEngine):
     ) -> None:
         self.config = config
         self.sampler = sampler
-        self.executor = WorkflowExecutor(config, self, run_seed=run_seed, tokenizer=tokenizer, is_eval=is_eval)
+        self.executor = WorkflowExecutor(
+            config, self, run_seed=run_seed, tokenizer=tokenizer, is_eval=is_eval, dump_dir=config.dump_dir
+        )
 
     def initialize(
         self, engine_id: str | None = None, addr: Any = None, train_data_parallel_size: int | None = None

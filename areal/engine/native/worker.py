@@ -22,6 +22,7 @@ from areal.engine.native.requests import InvalidRequestError, Sequence
 from areal.engine.native.scheduler import Scheduler
 from areal.utils import logging
 from areal.utils.errors import EngineStoppedError
+from areal.utils.threads import release_thread_pool
 
 logger = logging.getLogger("NativeEngine")
 
@@ -136,6 +137,8 @@ class Worker:
     def _take_turn(self) -> bool:
         """Do what others left, then one step; False when stopping."""
         with self._wake:
+            if not (self._stopping or self._calls or self._inbox or self._scheduler.has_work()):
+                release_thread_pool()  # idle: whoever computes now should not find more threads than cores
             while not (self._stopping or self._calls or self._may_step()):
                 self._wake.wait()
             inbox, self._inbox = self._inbox, []
