@@ -70,7 +70,11 @@ class PPOTrainer:
         self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
         self.rollout.executor.use_ledger(self.phase.ledger)
         self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
-        self.start_step = self._recover()
+        try:
+            self.start_step = self._recover()
+        except BaseException:
+            self.close()
+            raise
 
     def _recover(self) -> int:
         """Resume from the newest complete recover point, if there is one and ``recover.mode`` asks for it."""

@@ -82,7 +82,11 @@ class SFTTrainer:
         self.scheduler = InlineScheduler()
         self.engine = build_train_engine(self.scheduler, "actor", config.actor, ft_spec)
         self.learner = LMLearner(self.engine)
-        info = self.hooks.recover({"default": self.engine}, self.loader)
+        try:
+            info = self.hooks.recover({"default": self.engine}, self.loader)
+        except BaseException:
+            self.close()
+            raise
         self.start_step = 0 if info is None else info.last_step_info.global_step + 1
 
     def train(self, stop_fn: Callable[[StepInfo], bool] | None = None) -> None:
