@@ -7,6 +7,7 @@ ahead. Version after step k is k + 1.
 
 from __future__ import annotations
 
+import gc
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,7 @@ class PPOTrainer:
         if total_epochs is not None:
             total = min(total, total_epochs * self.plan.steps_per_epoch)
         evaluation = (eval_workflow, eval_workflow_kwargs)
+        gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
         self.phase.restart()
         if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
             with self.phase("eval"):

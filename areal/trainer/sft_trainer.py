@@ -5,6 +5,7 @@ Runs in one process, or once per rank under ``torchrun`` (each rank then takes i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ class SFTTrainer:
             stop_fn: asked after each update; true ends the run there, and that step is saved like a last one.
         """
         batches = self._batches()
+        gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
         self.phase.restart()
         if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
             with self.phase("eval"):

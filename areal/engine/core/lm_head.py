@@ -30,19 +30,30 @@ class TokenOutput:
     vocab_max_logits: Tensor
 
 
-def token_output(hidden: Tensor, head: Tensor, labels: Tensor, rows: Tensor | None, temperature: float) -> TokenOutput:
+def token_output(  # noqa: PLR0913 - the pieces of one formula
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    rows: Tensor | None,
+    temperature: float,
+    source: Tensor | None = None,
+) -> TokenOutput:
     """Log-probs, entropy and logit range of ``labels`` at the selected rows.
 
     Args:
-        hidden: ``[T, H]``.
+        hidden: ``[T, H]``, or ``[U, H]`` with ``source``.
         head: ``[V, H]``.
         labels: int64 ``[T]``, the token that each position predicts.
         rows: int64 ``[N]`` positions to compute; None: all. The other positions get 0 and no gradient.
         temperature: logits are divided by it, > 0.
+        source: int64 ``[T]``, row of ``hidden`` of each position; None when they are one to one.
     """
-    n_tokens = hidden.shape[0]
+    n_tokens = labels.shape[0]
     if rows is not None:
-        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+        labels = labels.index_select(0, rows)
+        hidden = hidden.index_select(0, rows if source is None else source.index_select(0, rows))
+    elif source is not None:
+        hidden = hidden.index_select(0, source)
     logprobs, entropy, low, high = _ChunkedHead.apply(hidden, head, labels, 1.0 / temperature)
     if rows is not None:
         logprobs, entropy, low, high = (

@@ -130,7 +130,8 @@ class TrainLoop:
         """Log-probs and entropy of one micro-batch, computed where ``token_mask`` is non-zero (None: everywhere)."""
         key = None if model_input.filler else token_mask
         rows = model_input.predicting_rows(key)
-        return token_output(output.hidden, output.head, model_input.next_tokens(), rows, self.config.temperature)
+        labels, temperature = model_input.next_tokens(), self.config.temperature
+        return token_output(output.hidden, output.head, labels, rows, temperature, output.source)
 
     def _prepare(self, input_: Trajectories) -> EngineBatch:
         config = self.config

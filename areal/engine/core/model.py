@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal.api.config.fields import is_default
-from areal.models.transformers.varlen_attention import register_varlen_attention
+from areal.engine.core.shared_prefix import find_shared_prefixes
+from areal.models.transformers.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from areal.utils import logging
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
@@ -38,6 +39,9 @@ class CausalLm:
     def __init__(self, module: PreTrainedModel) -> None:
         """Args: ``module`` is trained in place; sharding it afterwards is fine."""
         self.module = module
+        self._has_dropout = float(getattr(module.config, "attention_dropout", 0.0) or 0.0) > 0 or any(
+            isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()
+        )
         _check_head(module)
         # A bound method of the module, so that FSDP can run its hooks around it.
         module.lm_hidden_states = types.MethodType(_hidden_states, module)
@@ -47,10 +51,19 @@ class CausalLm:
         """Weight of the output head, ``[V, H]``; under FSDP valid between forward and backward."""
         return self.module.get_output_embeddings().weight
 
-    def hidden_states(self, model_input: ModelInput) -> Tensor:
-        """Last hidden states ``[T, H]`` of the real tokens of a micro-batch."""
+    def hidden_states(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states of a micro-batch, and where each real token finds its own.
+
+        Returns: ``[T, H]`` of the real tokens and None; or ``[U, H]`` of the distinct ones and the ``[T]`` rows in it,
+            where sequences share prompts (see ``shared_prefix``).
+        """
         padded = model_input.padded
-        tokens = padded.tokens
+        tokens = {key: padded.tokens[key] for key in ("input_ids", "position_ids")}
+        sharing = find_shared_prefixes(model_input.batch) if self._may_share(model_input) else None
+        extra: dict[str, Any] = {}
+        if sharing is not None:
+            tokens = {key: sharing.compress(value) for key, value in tokens.items()}
+            extra["prefix_sharing"] = sharing
         hidden = self.module.lm_hidden_states(
             input_ids=tokens["input_ids"].unsqueeze(0),
             position_ids=tokens["position_ids"].unsqueeze(0),
@@ -58,8 +71,17 @@ class CausalLm:
             cu_seq_lens_k=padded.cu_seqlens,
             max_length_q=padded.max_seqlen,
             max_length_k=padded.max_seqlen,
-        )
-        return hidden[0, : model_input.batch.n_tokens]
+            **extra,
+        )[0]
+        if sharing is not None:
+            return hidden, sharing.source
+        return hidden[: model_input.batch.n_tokens], None
+
+    def _may_share(self, model_input: ModelInput) -> bool:
+        """Whether equal prefixes give equal states: our attention, which knows both layouts, and no dropout."""
+        if self.module.config._attn_implementation != VARLEN_ATTENTION or model_input.padded is not model_input.batch:
+            return False
+        return not (self.module.training and self._has_dropout)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable and frozen parameters, tied ones once, in model order."""

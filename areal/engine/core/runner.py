@@ -24,17 +24,20 @@ class LmOutput:
     """What a model gives for one micro-batch.
 
     Attributes:
-        hidden: last hidden states of the real tokens, ``[T, H]``.
+        hidden: last hidden states of the real tokens, ``[T, H]``; of the distinct ones where prompts are shared.
         head: weight of the output head, ``[V, H]``.
+        source: int64 ``[T]``, row of ``hidden`` of each real token; None when they are one to one.
     """
 
     hidden: Tensor
     head: Tensor
+    source: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
         """Full logits ``[T, V]`` in the compute dtype, made on every access: for tests and 1.x callbacks."""
-        return self.hidden @ self.head.t()
+        hidden = self.hidden if self.source is None else self.hidden.index_select(0, self.source)
+        return hidden @ self.head.t()
 
 
 ProcessOutput = Callable[[LmOutput, ModelInput], Tensor | None]
@@ -60,8 +63,8 @@ class SequentialRunner:
         try:
             for model_input in inputs:
                 with torch.set_grad_enabled(not forward_only):
-                    hidden = self.model.hidden_states(model_input)
-                    loss = process(LmOutput(hidden, self.model.head_weight), model_input)
+                    hidden, source = self.model.hidden_states(model_input)
+                    loss = process(LmOutput(hidden, self.model.head_weight, source), model_input)
                 if loss is not None and not forward_only:
                     loss.backward()
         finally:

@@ -73,6 +73,11 @@ class SlotCache:
         """Copy the first ``length`` positions of one slot to another."""
         self.data[:, target, :, :, :length] = self.data[:, source, :, :, :length]
 
+    def copy_many(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first ``length`` positions of some slots to others, pair by pair; no target is a source."""
+        origin = torch.tensor(sources, device=self.device)
+        self.data[:, torch.tensor(targets, device=self.device), :, :, :length] = self.data[:, origin, :, :, :length]
+
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first ``length`` positions of two slots."""
         kept = self.data[:, a, :, :, :length].clone()

@@ -256,17 +256,22 @@ class Scheduler:
                 prompt.holders.append(sequence)
 
     def _copy_prompts(self) -> None:
-        """Give every filling request whose prompt somebody holds a slot with a copy of it."""
+        """Give every filling request whose prompt somebody holds a slot with a copy of it, all in one copy."""
+        sources, targets, longest = [], [], 0
         for sequence in self._filling:
             prompt = self._prompts[self._key(sequence)]
             if not prompt.holders or sequence.kv_len >= len(sequence.prompt):
                 continue
             self._slots.assign(sequence)
             length = len(sequence.prompt)
-            self.cache.copy(prompt.holders[0].slot, sequence.slot, length)
+            sources.append(prompt.holders[0].slot)
+            targets.append(sequence.slot)
+            longest = max(longest, length)  # what is copied beyond a shorter prompt is overwritten before it is read
             sequence.kv_len = length
             prompt.holders.append(sequence)
             self.stats.shared_prefill_tokens += length
+        if targets:
+            self.cache.copy_many(sources, targets, longest)
 
     def _draw_first(self) -> None:
         """Draw the first token of every request whose prompt was just completed; distinct prompts share one head

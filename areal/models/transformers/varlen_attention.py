@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,18 @@ VARLEN_ATTENTION = "areal_varlen"
 # Padding, in query-key pairs, that a block may hold before it is split: one more block costs about as much.
 SLACK_PAIRS = 2048
 SLACK_SHARE = 0.05
+
+
+class TwoLayouts(Protocol):
+    """A row whose repeated tokens stand once; see ``areal.engine.core.shared_prefix``."""
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Rows of the full layout."""
+        ...
+
+    def compress(self, x: Tensor) -> Tensor:
+        """Rows of the short one."""
+        ...
 
 
 @dataclass
@@ -107,6 +119,7 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    prefix_sharing: TwoLayouts | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' signature; see the module docstring.
@@ -114,6 +127,7 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     Args:
         query: ``[B, H, T, D]``; B is 1 when ``cu_seq_lens_q`` is given. Key and value ``[B, KV, T, D]``.
         cu_seq_lens_q: ``[n+1]`` bounds of the sequences; None means that each of the B rows is one whole sequence.
+        prefix_sharing: the row holds each shared prompt once; the bounds are those of the full layout.
 
     Raises:
         ValueError: a padding mask or a feature (soft cap, attention sinks) that this function does not compute.
@@ -126,6 +140,8 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     batch, _, tokens, _ = query.shape
     # [B, H, T, D] is a transposed view of the projection output, so these are views: one row per token.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if prefix_sharing is not None:
+        q, k, v = (prefix_sharing.expand(x) for x in (q, k, v))
     options = _Options(scaling, dropout, sliding_window)
     if plan.gather is None:
         out = _attend(plan.blocks[0], q, k, v, options) if plan.blocks else torch.zeros_like(q)
@@ -134,6 +150,8 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
         parts = zip(*(_ToSlots.apply(x, plan.gather, plan.scatter).split(slots) for x in (q, k, v)), strict=True)
         outputs = [_attend(block, *part, options) for block, part in zip(plan.blocks, parts, strict=True)]
         out = _ToRows.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], plan.scatter)
+    if prefix_sharing is not None:
+        out = prefix_sharing.compress(out)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 
