@@ -8,20 +8,13 @@ ahead. Version after step k is k + 1.
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from areal.api.config.support import check_supported
-from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.io_struct import StepInfo
 from areal.trainer.builder import build_rl
-from areal.trainer.hooks import RunHooks
-from areal.trainer.phases import PhaseClock
-from areal.trainer.plan import prepare_plan
-from areal.utils import environ, logging, stats_tracker
-from areal.utils.dataloader import create_dataloader, create_eval_dataloader
+from areal.trainer.run import ClosingRun, prepare_run
+from areal.utils import logging, stats_tracker
 from areal.utils.errors import ConfigError
-from areal.utils.hf_utils import load_hf_tokenizer
-from areal.utils.seeding import set_random_seed
 from areal.utils.threads import release_thread_pool
 
 if TYPE_CHECKING:
@@ -33,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("PPOTrainer")
 
 
-class PPOTrainer:
+class PPOTrainer(ClosingRun):
     """Owns one RL run: its engines, its loop and what the run leaves on disk.
 
     Args:
@@ -47,26 +40,11 @@ class PPOTrainer:
     """
 
     def __init__(self, config: PPOConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
-        if train_dataset is None:
-            raise ConfigError("PPOTrainer needs train_dataset: pass get_custom_dataset(…) or any indexable dataset")
         self.config = config
-        self.loader = create_dataloader(train_dataset, 0, 1, config.train_dataset, seed=config.seed)
-        self.plan = prepare_plan(config, self.loader, config.gconfig)
-        check_supported(config)
-        self.valid_loader = None
-        if valid_dataset is not None and config.valid_dataset is not None:
-            self.valid_loader = create_eval_dataloader(valid_dataset, 0, 1, config.valid_dataset)
-        set_random_seed(config.seed, f"trainer{environ.rank()}")
-        self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
-        ft_spec = FinetuneSpec(
-            total_train_epochs=config.total_train_epochs,
-            dataset_size=len(self.loader) * self.loader.batch_size,
-            train_batch_size=self.loader.batch_size,
-            max_steps=config.total_train_steps,
-        )
-        self.hooks = RunHooks(config, ft_spec, self.plan, self.tokenizer, train_dataset)
-        self.phase = PhaseClock(self.hooks.show_phase)
-        self.parts = build_rl(config, ft_spec, self.tokenizer)
+        setup = prepare_run(config, train_dataset, valid_dataset, gconfig=config.gconfig)
+        self.loader, self.valid_loader = setup.loader, setup.valid_loader
+        self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
+        self.parts = build_rl(config, setup.ft_spec, self.tokenizer)
         self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
         self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
         self.rollout.executor.use_ledger(self.phase.ledger)
@@ -206,13 +184,3 @@ class PPOTrainer:
             self.hooks.close()
         finally:
             self.parts.scheduler.delete_workers()
-
-    def __enter__(self) -> PPOTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            logger.error(f"training stopped: {kind.__name__ if kind else ''}: {error}")
-        self.close()

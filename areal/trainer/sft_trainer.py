@@ -7,29 +7,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areal.api.config.support import check_supported
-from areal.api.io_struct import FinetuneSpec, StepInfo
+from areal.api.io_struct import StepInfo
 from areal.infra.scheduler.inline import InlineScheduler
 from areal.trainer.builder import build_train_engine
-from areal.trainer.hooks import RunHooks
-from areal.trainer.phases import PhaseClock
-from areal.trainer.plan import prepare_plan
+from areal.trainer.run import ClosingRun, prepare_run
 from areal.trainer.sft.learner import LMLearner
-from areal.utils import environ, logging, stats_tracker
-from areal.utils.dataloader import create_dataloader, create_eval_dataloader
-from areal.utils.errors import ConfigError
-from areal.utils.hf_utils import load_hf_tokenizer
-from areal.utils.seeding import set_random_seed
+from areal.utils import environ, stats_tracker
 
 if TYPE_CHECKING:
     from areal.api.cli_args import SFTConfig
-
-logger = logging.getLogger("SFTTrainer")
 
 
 def collate_tokens(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -46,7 +36,7 @@ def collate_tokens(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return batch
 
 
-class SFTTrainer:
+class SFTTrainer(ClosingRun):
     """Owns one supervised run.
 
     Args:
@@ -56,32 +46,14 @@ class SFTTrainer:
     """
 
     def __init__(self, config: SFTConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
-        if train_dataset is None:
-            raise ConfigError("SFTTrainer needs train_dataset: pass get_custom_dataset(…) or any indexable dataset")
         self.config = config
-        self.rank, world_size = environ.rank(), environ.world_size()
-        self.loader = create_dataloader(
-            train_dataset, self.rank, world_size, config.train_dataset, collate_tokens, seed=config.seed
+        setup = prepare_run(
+            config, train_dataset, valid_dataset, collate_fn=collate_tokens, world_size=environ.world_size()
         )
-        self.plan = prepare_plan(config, self.loader, None)
-        check_supported(config)
-        self.valid_loader = None
-        if valid_dataset is not None and config.valid_dataset is not None:
-            self.valid_loader = create_eval_dataloader(
-                valid_dataset, self.rank, world_size, config.valid_dataset, collate_tokens
-            )
-        set_random_seed(config.seed, f"trainer{self.rank}")
-        self.tokenizer = load_hf_tokenizer(config.tokenizer_path)
-        ft_spec = FinetuneSpec(
-            total_train_epochs=config.total_train_epochs,
-            dataset_size=len(self.loader) * self.loader.batch_size,
-            train_batch_size=self.loader.batch_size,
-            max_steps=config.total_train_steps,
-        )
-        self.hooks = RunHooks(config, ft_spec, self.plan, self.tokenizer, train_dataset)
-        self.phase = PhaseClock(self.hooks.show_phase)
+        self.loader, self.valid_loader = setup.loader, setup.valid_loader
+        self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
         self.scheduler = InlineScheduler()
-        self.engine = build_train_engine(self.scheduler, "actor", config.actor, ft_spec)
+        self.engine = build_train_engine(self.scheduler, "actor", config.actor, setup.ft_spec)
         self.learner = LMLearner(self.engine)
         try:
             info = self.hooks.recover({"default": self.engine}, self.loader)
@@ -145,13 +117,3 @@ class SFTTrainer:
             self.hooks.close()
         finally:
             self.scheduler.delete_workers()
-
-    def __enter__(self) -> SFTTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
-            logger.error(f"training stopped: {kind.__name__ if kind else ''}: {error}")
-        self.close()
