@@ -1,0 +1,39 @@
+"""Roles under the names that scripts know: one object with the methods of the role and of its engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal.api.cli_args import OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from areal.engine.fsdp_engine import FSDPEngine
+from areal.trainer import roles
+from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.sft.learner import LMLearner
+
+NAMES = {"experiment_name": "tests", "trial_name": "roles", "backend": "fsdp:d1", "dtype": "float32"}
+
+
+def test_fsdp_ppo_actor_offers_role_and_engine_methods(tiny_model_dir: str) -> None:
+    config = PPOActorConfig(**NAMES, path=tiny_model_dir, optimizer=OptimizerConfig(lr=1e-3))
+    actor = roles.FSDPPPOActor(config)
+    actor.create_process_group()
+    actor.initialize(None, None)
+    actor.set_version(3)
+    assert isinstance(actor.role, PPOActor)
+    assert isinstance(actor.engine, FSDPEngine)
+    assert actor.role.engine is actor.engine
+    assert actor.get_version() == 3
+    assert actor.should_compute_prox_logp() == config.should_compute_prox_logp()
+    actor.destroy()
+
+
+def test_fsdp_lm_engine_is_a_learner_on_an_engine(tiny_model_dir: str) -> None:
+    engine = roles.FSDPLMEngine(TrainEngineConfig(**NAMES, path=tiny_model_dir))
+    assert isinstance(engine.role, LMLearner)
+    assert callable(engine.train_lm)
+    assert callable(engine.forward_batch)
+
+
+def test_unknown_role_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="FSDPNothing"):
+        _ = roles.FSDPNothing
