@@ -217,10 +217,34 @@ class Sampler(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The receiving end of a weight update."""
+    """The receiving end of a weight update, such as the embedded inference engine."""
 
-    def receive_weights(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> list[Any]:
-        """Copy every tensor, switch to ``version`` between two decode steps, return a record of what was received."""
+    def stage_weights(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> list[Any]:
+        """Copy a complete set of weights aside; returns a record of each tensor that was copied."""
+        ...
+
+    def commit_weights(self, version: int) -> None:
+        """Switch to the staged weights between two decode steps; returns when it is done."""
+        ...
+
+    def discard_weights(self) -> None:
+        """Forget what was staged."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    """Sends weights in two phases, so that a failure leaves every receiver on its old version."""
+
+    def stage(self, version: int) -> Any:
+        """Copy all weights to every receiver; raises WeightSyncError when the records of both sides differ."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """Let every receiver switch to ``version``."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was staged."""
         ...
 
 

@@ -12,26 +12,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from areal.api.engine_api import WeightPublisher
 from areal.utils import logging
 from areal.utils.errors import WeightSyncError
 
 logger = logging.getLogger("WeightUpdate")
-
-
-class Publisher(Protocol):
-    """Sends one version to every receiver; the version takes effect only on :meth:`commit`."""
-
-    def stage(self, version: int) -> Any:
-        """Copy the weights to every receiver and compare both sides' records."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Let every receiver switch to what was staged."""
-        ...
-
-    def discard(self) -> None:
-        """Forget what was staged."""
-        ...
 
 
 class Versioned(Protocol):
@@ -63,7 +48,9 @@ class WeightUpdater:
         followers: told the new version in this order: executors first, then engines.
     """
 
-    def __init__(self, publisher: Publisher, samplers: Sequence[Pausable], followers: Sequence[Versioned]) -> None:
+    def __init__(
+        self, publisher: WeightPublisher, samplers: Sequence[Pausable], followers: Sequence[Versioned]
+    ) -> None:
         self.publisher = publisher
         self.samplers = list(samplers)
         self.followers = list(followers)
@@ -83,13 +70,14 @@ class WeightUpdater:
                     sampler.pause()
                     paused.append(sampler)
                 self.publisher.commit(version)
-                for follower in self.followers:
-                    follower.set_version(version)
             except Exception as exc:
                 self.publisher.discard()
                 raise WeightSyncError(
                     f"weights v{version} were not published; the old version stays in service"
                 ) from exc
+            else:
+                for follower in self.followers:
+                    follower.set_version(version)
             finally:
                 for sampler in reversed(paused):
                     sampler.resume()

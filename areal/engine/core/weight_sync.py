@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from areal.api.engine_api import WeightReceiver
 from areal.utils.errors import WeightSyncError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -34,42 +34,6 @@ class ParamRecord:
         return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
 
 
-class WeightReceiver(Protocol):
-    """The receiving end, such as the embedded inference engine."""
-
-    def stage_weights(self, pairs: NamedTensors, version: int) -> list[ParamRecord]:
-        """Copy a complete set of weights aside; returns records of what was copied."""
-        ...
-
-    def commit_weights(self, version: int) -> None:
-        """Switch to the staged weights between two decode steps; returns when it is done."""
-        ...
-
-    def discard_weights(self) -> None:
-        """Forget what was staged."""
-        ...
-
-
-class WeightPublisher(Protocol):
-    """Sends weights in two phases, so that a failure leaves every receiver on its old version."""
-
-    def stage(self, version: int) -> list[ParamRecord]:
-        """Copy all weights to every receiver; raises WeightSyncError when the records of both sides differ."""
-        ...
-
-    def commit(self, version: int) -> None:
-        """Let every receiver switch to ``version``."""
-        ...
-
-    def discard(self) -> None:
-        """Forget what was staged."""
-        ...
-
-    def publish(self, version: int) -> list[ParamRecord]:
-        """Stage and commit."""
-        ...
-
-
 class InProcessPublisher:
     """Hands tensors to receivers in the same process; every receiver copies them.
 
@@ -85,7 +49,7 @@ class InProcessPublisher:
         self.receivers = list(receivers)
 
     def stage(self, version: int) -> list[ParamRecord]:
-        """See :class:`WeightPublisher`."""
+        """See :class:`areal.api.engine_api.WeightPublisher`."""
         sent: list[ParamRecord] = []
         for receiver in self.receivers:
             sent = []
@@ -97,17 +61,17 @@ class InProcessPublisher:
         return sent
 
     def commit(self, version: int) -> None:
-        """See :class:`WeightPublisher`."""
+        """See :class:`areal.api.engine_api.WeightPublisher`."""
         for receiver in self.receivers:
             receiver.commit_weights(version)
 
     def discard(self) -> None:
-        """See :class:`WeightPublisher`."""
+        """See :class:`areal.api.engine_api.WeightPublisher`."""
         for receiver in self.receivers:
             receiver.discard_weights()
 
     def publish(self, version: int) -> list[ParamRecord]:
-        """See :class:`WeightPublisher`."""
+        """Stage and commit; returns the records."""
         records = self.stage(version)
         self.commit(version)
         return records
