@@ -43,12 +43,9 @@ def train(script: str, arguments: list[str]) -> int:
         return 2
     sys.argv = [script, *[a for a in arguments if a != "--dry-run"]]
     sys.path.insert(0, str(path.resolve().parent))
-    if not dry_run:
-        runpy.run_path(script, run_name="__main__")
-        return 0
     from areal.api.config_loader import DRY_RUN
 
-    token = DRY_RUN.set(True)
+    token = DRY_RUN.set(dry_run)
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from areal.api.io_struct import FinetuneSpec
 
 logger = logging.getLogger("Builder")
-_NO_STALENESS_BOUND = 10**12
 
 
 @dataclass
@@ -84,8 +83,8 @@ def build_rollout(
     (worker,) = scheduler.create_workers(Job(role="rollout", replicas=1, tasks=list(config.rollout.scheduling_spec)))
     dtype = config.native.dtype or config.actor.dtype
     native = config.native
-    takes_turns = config.rollout.max_head_offpolicyness == 0  # then each may have every thread while the other waits
-    if native.num_threads is None and initial_weights.device.type == "cpu" and not takes_turns:
+    # a synchronous run takes turns: each side may have every thread while the other waits
+    if native.num_threads is None and initial_weights.device.type == "cpu" and not config.rollout.synchronous:
         sampler_threads, trainer_threads = split_threads(process_threads())
         native = dataclasses.replace(native, num_threads=sampler_threads)
         torch.set_num_threads(trainer_threads)
@@ -94,22 +93,19 @@ def build_rollout(
 
     def rollout_engine(rollout: InferenceEngineConfig, *, is_eval: bool) -> EmbeddedInfEngine:
         engine = EmbeddedInfEngine(rollout, sampler, run_seed=config.seed, tokenizer=tokenizer, is_eval=is_eval)
-        engine.initialize()
         scheduler.host(worker, engine, "eval-rollout" if is_eval else "rollout")
+        engine.initialize()
         return engine
 
     eval_rows = config.valid_dataset.batch_size if config.valid_dataset is not None else 1
     eval_config = dataclasses.replace(
         config.rollout,
-        max_head_offpolicyness=_NO_STALENESS_BOUND,
         max_concurrent_rollouts=max(eval_rows, config.rollout.max_concurrent_rollouts or 1),
         queue_size=None,
     )
-    return RolloutParts(
-        sampler=scheduler.host(worker, sampler, "sampler"),
-        train=rollout_engine(config.rollout, is_eval=False),
-        eval=rollout_engine(eval_config, is_eval=True),
-    )
+    evaluation = rollout_engine(eval_config, is_eval=True)
+    training = rollout_engine(config.rollout, is_eval=False)  # last: closed first, before the sampler stops under it
+    return RolloutParts(sampler, training, evaluation)
 
 
 def build_rl(config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts:

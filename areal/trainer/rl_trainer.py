@@ -111,7 +111,7 @@ class PPOTrainer(ClosingRun):
         """From rollout to published weights."""
         config = self.config
         with self.phase("rollout"):
-            if config.rollout.max_head_offpolicyness == 0:
+            if config.rollout.synchronous:
                 release_thread_pool()  # this thread only waits now
             refs = self.rollout.executor.next_batch(
                 self.loader,
@@ -127,7 +127,7 @@ class PPOTrainer(ClosingRun):
         else:  # dynamic batch size, and the filter refused every row
             logger.warning(f"step {step.global_step}: no group was accepted, so the weights stay as they are")
         self.actor.engine.step_lr_scheduler()
-        if config.rollout.max_head_offpolicyness == 0:
+        if config.rollout.synchronous:
             self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
         with self.phase("update_weights"):
             self.weights.update(step.global_step + 1)

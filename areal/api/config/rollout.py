@@ -224,3 +224,8 @@ class InferenceEngineConfig(ConfigSection):
         check_placement(self.scheduling_spec, (1, 2), self.scheduling_strategy)
         if not self.admin_api_key.strip():
             raise self.fail("admin_api_key", "a key that is not blank")
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether generation and training take turns: no sample may be older than the weights it trains."""
+        return self.max_head_offpolicyness == 0
