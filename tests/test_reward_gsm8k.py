@@ -152,6 +152,29 @@ def test_math_verify_slow_expression_times_out_and_leaves_no_thread():
     assert threading.active_count() == before
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_run_with_timeout_first_stop_lost_in_a_destructor_stops_the_thread_all_the_same():
+    entered = threading.Event()
+
+    class Slow:
+        def __del__(self):
+            entered.set()
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                pass
+
+    def work():
+        Slow()
+        while True:
+            pass
+
+    before = threading.active_count()
+    with pytest.raises(TimeoutError):
+        run_with_timeout(work, 0.1)
+    assert entered.is_set()
+    assert threading.active_count() == before
+
+
 def test_math_verify_judge_failure_scores_zero(monkeypatch):
     worker = MathVerifyWorker()
     monkeypatch.setattr(worker, "_verify_symbolic", lambda *_: 1 / 0)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
@@ -27,7 +29,8 @@ logger = logging.getLogger("Reward")
 
 MAX_TEXT = 2000  # characters; of a longer text without a marked answer only the end is searched
 MAX_ANSWER = 1000  # characters of a marked answer; a longer one is no answer
-_GRACE_S = 1.0  # for a thread to notice that it was told to stop
+_GRACE_S = 5.0  # for a thread to notice that it was told to stop
+_RAISE_AGAIN_S = 0.05  # it is told again after this long
 
 _BOX = "\\boxed"
 _NUMBER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?")
@@ -187,8 +190,9 @@ class _Stop(BaseException):
 def run_with_timeout(work: Callable[[], Any], timeout_s: float) -> Any:
     """Run ``work`` in a thread of its own and return its result; stop the thread if it is out of time.
 
-    The thread is stopped by an exception at its next Python instruction, so none is left behind unless one C call never
-    returns.
+    The thread is stopped by an exception at its next Python instruction, raised again until it has ended: one that
+    arrives inside a destructor or a callback of the garbage collector is dropped by the interpreter. No thread is left
+    behind unless one C call never returns.
 
     Raises:
         TimeoutError: no result within ``timeout_s`` seconds.
@@ -196,19 +200,28 @@ def run_with_timeout(work: Callable[[], Any], timeout_s: float) -> Any:
     """
     outcome: list[Any] = []
     failure: list[BaseException] = []
+    guard = threading.Lock()
+    stoppable = True
 
     def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as exc:  # noqa: BLE001 - handed to the caller
-            failure.append(exc)
+        nonlocal stoppable
+        with suppress(_Stop):
+            try:
+                outcome.append(work())
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
+                failure.append(exc)
+            with guard:  # the thread ends by itself from here on: nothing may be raised in the middle of that
+                stoppable = False
 
     thread = threading.Thread(target=run, name="reward-judge", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
-        thread.join(_GRACE_S)
+    give_up = time.monotonic() + _GRACE_S
+    while thread.is_alive() and time.monotonic() < give_up:
+        with guard:
+            if stoppable:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Stop))
+        thread.join(_RAISE_AGAIN_S)
     if failure and not isinstance(failure[0], _Stop):
         raise failure[0]
     if not outcome:
