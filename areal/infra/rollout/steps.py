@@ -142,13 +142,12 @@ class StepBook:
     def _drop_stale(self, oldest: int) -> None:
         """Throw away finished groups that started before ``oldest``; their rows are generated again."""
         dispatcher = self._dispatcher
-        stale = [item for item in dispatcher.ready if item.task.start_version < oldest]
+        stale = [item for item in dispatcher.ready if item.ref is not None and item.task.start_version < oldest]
         if not stale:
-            return
-        dispatcher.ready = [item for item in dispatcher.ready if item.task.start_version >= oldest]
+            return  # an attempt without a trajectory does not age: it stays, as one of its step's attempts
+        dispatcher.ready = [item for item in dispatcher.ready if item.ref is None or item.task.start_version >= oldest]
         for item in stale:
-            if item.ref is not None:
-                dispatcher.regenerate(item)
+            dispatcher.regenerate(item)
         dispatcher.kick()
 
     def _check_supply(self, step: int, count: int) -> None:
