@@ -17,7 +17,6 @@ from areal.api.scheduler_api import Job
 from areal.engine.core.weight_sync import InProcessPublisher
 from areal.engine.inference.embedded import EmbeddedInfEngine
 from areal.engine.native.engine import NativeEngine
-from areal.infra.scheduler.inline import InlineScheduler
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.roles import TRAIN_ENGINES
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from areal.api.cli_args import InferenceEngineConfig, PPOConfig, TrainEngineConfig
     from areal.api.engine_api import InferenceEngine, TrainEngine
     from areal.api.io_struct import FinetuneSpec
+    from areal.infra.scheduler.inline import InlineScheduler
 
 logger = logging.getLogger("Builder")
 
@@ -46,7 +46,6 @@ class RolloutParts:
 class RLParts:
     """The objects of one RL run."""
 
-    scheduler: InlineScheduler
     actor: PPOActor
     ref: PPOActor | None
     rollout: RolloutParts
@@ -108,22 +107,20 @@ def build_rollout(
     return RolloutParts(sampler, training, evaluation)
 
 
-def build_rl(config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts:
-    """Actor, reference model (only with a KL term), rollout and the weight path between them."""
-    scheduler = InlineScheduler()
-    try:
-        engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
-        actor = scheduler.host("actor/0", PPOActor(config.actor, engine), "actor/0")
-        ref = None
-        if config.ref is not None and config.actor.kl_ctl > 0:
-            ref = PPOActor(config.ref, build_train_engine(scheduler, "ref", config.ref, ft_spec))
-        rollout = build_rollout(scheduler, config, tokenizer, engine)
-    except BaseException:
-        scheduler.delete_workers()
-        raise
+def build_rl(scheduler: InlineScheduler, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts:
+    """Actor, reference model (only with a KL term), rollout and the weight path between them.
+
+    Everything is hosted by ``scheduler``; if the building fails, the caller deletes the workers.
+    """
+    engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
+    actor = scheduler.host("actor/0", PPOActor(config.actor, engine), "actor/0")
+    ref = None
+    if config.ref is not None and config.actor.kl_ctl > 0:
+        ref = PPOActor(config.ref, build_train_engine(scheduler, "ref", config.ref, ft_spec))
+    rollout = build_rollout(scheduler, config, tokenizer, engine)
     publisher = InProcessPublisher(engine.named_full_tensors, rollout.sampler)
     followers: list[InferenceEngine | TrainEngine] = [rollout.train, rollout.eval, engine]
     weights = WeightUpdater(publisher, [rollout.sampler], followers)
     engine.connect_engine(rollout.train, WeightUpdateMeta(type="inproc"))
     engine.attach_weight_updater(weights)
-    return RLParts(scheduler, actor, ref, rollout, weights)
+    return RLParts(actor, ref, rollout, weights)

@@ -6,6 +6,7 @@ Shared by every trainer; each calls ``recover`` once, then ``save``, ``commit`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,18 @@ class RunHooks:
         self.evaluator = Evaluator(config.evaluator, ft_spec)
         self.recover_handler = RecoverHandler(config.recover, ft_spec, manifest=manifest)
         self.console: LiveConsole | None = None
+        self.global_step: int | None = None  # the step that runs now
         self.stats_logger = StatsLogger(config, ft_spec, table=False)
         self.log_dir = Path(StatsLogger.get_log_path(config))
         if self.rank == 0:
             write_manifest(self.log_dir, manifest)
             logging.setup_file_logging(str(self.log_dir))
         if config.perf_tracer is not None:
-            perf_tracer.configure(config.perf_tracer, rank=self.rank, role="master")
+            try:
+                perf_tracer.configure(config.perf_tracer, rank=self.rank, role="master")
+            except ArealError:  # another run of this process still traces; ours is not to be left half open
+                self.stats_logger.close()
+                raise
         self._samples = SampleWriter(self.log_dir, tokenizer)
         self._initial: dict[str, float] = {}
         self._closed = False
@@ -82,6 +88,7 @@ class RunHooks:
         with LiveConsole(total, start_step=start, title=title, live=None if self.rank == 0 else False) as console:
             self.console = console if self.rank == 0 else None
             for global_step in range(start, total):
+                self.global_step = global_step
                 epoch, epoch_step = divmod(global_step, self.plan.steps_per_epoch)
                 yield StepInfo(epoch, epoch_step, global_step, self.plan.steps_per_epoch)
 
@@ -162,20 +169,30 @@ class RunHooks:
         self._initial = {f"before_train/{key}": value for key, value in found.items()}
 
     def close(self) -> None:
-        """Finish writes and draw the reward curve of an RL run; safe to call twice."""
+        """Finish writes and draw the reward curve of an RL run; safe to call twice. Each part is closed even if one
+        before it fails.
+        """
         if self._closed:
             return
         self._closed = True
-        self.saver.finalize()
-        self.stats_logger.close()
-        perf_tracer.reset()  # writes what is left
+        with ExitStack() as parts:  # last in, first out
+            parts.callback(self._draw_curve)
+            if self.config.perf_tracer is not None:
+                parts.callback(perf_tracer.reset)  # writes what is left
+            parts.callback(self.stats_logger.close)
+            parts.callback(self.saver.finalize)
+            if self.console is not None:
+                parts.callback(self.console.stop)  # whoever reads what follows has the terminal back
+
+    def _draw_curve(self) -> None:
         stats_file = self.log_dir / "stats.jsonl"
-        if self.rank == 0 and hasattr(self.config, "gconfig") and stats_file.is_file():
-            try:
-                title = f"{self.config.experiment_name}/{self.config.trial_name}"
-                plot_curve(stats_file, self.log_dir / "reward_curve.png", key=SHOWN["reward"][0], title=title)
-            except (ArealError, OSError) as exc:  # a picture must not turn a finished run into a failed one
-                logger.warning(f"no reward curve drawn: {exc}")
+        if self.rank != 0 or not hasattr(self.config, "gconfig") or not stats_file.is_file():
+            return
+        try:
+            title = f"{self.config.experiment_name}/{self.config.trial_name}"
+            plot_curve(stats_file, self.log_dir / "reward_curve.png", key=SHOWN["reward"][0], title=title)
+        except (ArealError, OSError) as exc:  # a picture must not turn a finished run into a failed one
+            logger.warning(f"no reward curve drawn: {exc}")
 
 
 def shown_metrics(stats: Mapping[str, float]) -> dict[str, float]:

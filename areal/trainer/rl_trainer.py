@@ -11,6 +11,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import StepInfo
+from areal.infra.scheduler.inline import InlineScheduler
 from areal.trainer.builder import build_rl
 from areal.trainer.run import ClosingRun, prepare_run
 from areal.utils import logging, stats_tracker
@@ -44,16 +45,14 @@ class PPOTrainer(ClosingRun):
         setup = prepare_run(config, train_dataset, valid_dataset, gconfig=config.gconfig)
         self.loader, self.valid_loader = setup.loader, setup.valid_loader
         self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
-        self.parts = build_rl(config, setup.ft_spec, self.tokenizer)
-        self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
-        self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
-        self.rollout.executor.use_ledger(self.phase.ledger)
-        self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
-        try:
+        self.scheduler = InlineScheduler()
+        with self.closing_on_error():
+            self.parts = build_rl(self.scheduler, config, setup.ft_spec, self.tokenizer)
+            self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
+            self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
+            self.rollout.executor.use_ledger(self.phase.ledger)
+            self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
             self.start_step = self._recover()
-        except BaseException:
-            self.close()
-            raise
 
     def _recover(self) -> int:
         """Resume from the newest complete recover point, if there is one and ``recover.mode`` asks for it."""
@@ -177,10 +176,3 @@ class PPOTrainer(ClosingRun):
         n_samples = self.config.eval_gconfig.n_samples if self.config.eval_gconfig else 1
         rows = [record for records in self.valid_loader for record in records]
         self.eval_rollout.rollout_batch(rows, workflow, workflow_kwargs, group_size=n_samples)
-
-    def close(self) -> None:
-        """Finish pending writes and free every engine; safe to call twice."""
-        try:
-            self.hooks.close()
-        finally:
-            self.parts.scheduler.delete_workers()

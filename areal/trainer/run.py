@@ -5,14 +5,15 @@ Called by the trainers' constructors; nothing here loads a model.
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from areal.api.config.support import check_supported
 from areal.api.io_struct import FinetuneSpec
+from areal.infra.scheduler.inline import InlineScheduler
 from areal.trainer.hooks import RunHooks
 from areal.trainer.phases import PhaseClock
 from areal.trainer.plan import RunPlan, prepare_plan
@@ -78,15 +79,36 @@ def prepare_run(
         max_steps=config.total_train_steps,
     )
     hooks = RunHooks(config, ft_spec, plan, tokenizer, train_dataset)
-    return RunSetup(loader, valid_loader, plan, tokenizer, ft_spec, hooks, PhaseClock(hooks.show_phase))
+    phase = PhaseClock(hooks.show_phase, lambda: hooks.global_step)
+    return RunSetup(loader, valid_loader, plan, tokenizer, ft_spec, hooks, phase)
 
 
-class ClosingRun(abc.ABC):
-    """A trainer as a context manager: an error is logged and goes on, the run is closed in any case."""
+class ClosingRun:
+    """A trainer as a context manager: an error is logged and goes on, the run is closed in any case.
 
-    @abc.abstractmethod
+    Attributes:
+        hooks: what the run has open; set before ``scheduler`` hosts anything.
+        scheduler: hosts every engine of the run.
+    """
+
+    hooks: RunHooks
+    scheduler: InlineScheduler
+
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Close the run if the block, a part of its construction, raises: nobody else holds it yet."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Finish pending writes and free every engine; safe to call twice."""
+        try:
+            self.hooks.close()
+        finally:
+            self.scheduler.delete_workers()
 
     def __enter__(self) -> Self:
         return self

@@ -53,13 +53,10 @@ class SFTTrainer(ClosingRun):
         self.loader, self.valid_loader = setup.loader, setup.valid_loader
         self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
         self.scheduler = InlineScheduler()
-        self.engine = build_train_engine(self.scheduler, "actor", config.actor, setup.ft_spec)
-        self.learner = LMLearner(self.engine)
-        try:
+        with self.closing_on_error():
+            self.engine = build_train_engine(self.scheduler, "actor", config.actor, setup.ft_spec)
+            self.learner = LMLearner(self.engine)
             info = self.hooks.recover({"default": self.engine}, self.loader)
-        except BaseException:
-            self.close()
-            raise
         self.start_step = 0 if info is None else info.last_step_info.global_step + 1
 
     def train(self, stop_fn: Callable[[StepInfo], bool] | None = None) -> None:
@@ -110,10 +107,3 @@ class SFTTrainer(ClosingRun):
         """One pass over the validation rows; statistics go to ``sft-eval``."""
         for batch in self.valid_loader or ():
             self.learner.evaluate_lm(batch)
-
-    def close(self) -> None:
-        """Finish pending writes and free the engine; safe to call twice."""
-        try:
-            self.hooks.close()
-        finally:
-            self.scheduler.delete_workers()
