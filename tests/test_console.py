@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -83,3 +90,63 @@ def test_terminal_shows_panel_and_log_lines_above_it(monkeypatch):
 @pytest.mark.parametrize(("seconds", "text"), [(5, "00:05"), (65, "01:05"), (3723, "1:02:03"), (float("inf"), "--:--")])
 def test_format_duration_values(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("term", "panel"), [("xterm", True), ("dumb", False)])
+def test_terminal_that_cannot_redraw_gets_plain_lines(monkeypatch, caplog, term, panel):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", term)
+    with LiveConsole(1, title="exp/trial") as console:
+        console.update(0, {"reward": 0.5})
+    assert ("exp/trial" in terminal.getvalue()) == panel
+    assert ("step 1/1 (100%)" in caplog.text) != panel
+
+
+PANEL_SCRIPT = """
+from areal.utils.console import LiveConsole
+with LiveConsole(4, title="exp/trial") as console:
+    console.phase("rollout")
+    for step in range(3):
+        console.update(step, {"reward": 0.5, "staleness": 1.0, "tokens_per_s": 12345.0, "sequences_per_s": 100.0})
+"""
+
+
+def on_a_pseudo_terminal(columns: int, **environment: str) -> str:
+    """What ``PANEL_SCRIPT`` writes to a terminal of that width."""
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    run = subprocess.Popen(
+        [sys.executable, "-c", PANEL_SCRIPT], stderr=child, env={**inherited, "TERM": "xterm-256color", **environment}
+    )
+    os.close(child)
+    written = b""
+    try:
+        while part := os.read(parent, 65536):
+            written += part
+    except OSError:  # the other end is closed
+        pass
+    finally:
+        os.close(parent)
+    assert run.wait() == 0
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_panel_fits_a_terminal_of_any_width(columns):
+    written = on_a_pseudo_terminal(columns)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
+    last = plain.replace("\r", "").rstrip("\n").split("\n")
+    last = last[len(last) - 1 - next(i for i, line in enumerate(reversed(last)) if "exp/trial" in line) :]
+    assert all(len(line) == columns for line in last), last
+    text = " ".join(last)
+    assert all(part in text for part in ("step 3/4", "elapsed", "reward 0.500", "12,345", "rollout"))
+    assert max(line.count("\u2501") for line in last) > columns / 4  # the bar has room
+    assert written.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_panel_obeys_no_color():
+    colour = re.compile(r"\x1b\[(?:[0-9;]*;)?[349][0-7](?:;[0-9;]*)?m")
+    assert colour.search(on_a_pseudo_terminal(80))
+    assert not colour.search(on_a_pseudo_terminal(80, NO_COLOR="1"))

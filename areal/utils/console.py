@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from areal.utils import logging
+from areal.utils import environ, logging
 
 logger = logging.getLogger("Console")
 
+_WIDE = 72  # columns from which bar and clock share a line
 _WINDOW_STEPS = 20  # steps over which speed is measured
 # What is shown, in this order: name given to update() -> (label, format)
 METRICS = {
@@ -36,7 +37,7 @@ class LiveConsole:
         total_steps: steps of the whole run.
         start_step: steps already done (a resumed run).
         title: name of the run.
-        live: draw the panel; None: when stderr is a terminal.
+        live: draw the panel; None: when stderr is a terminal that can redraw lines.
         log_interval_s: least seconds between two plain lines.
     """
 
@@ -54,7 +55,7 @@ class LiveConsole:
         self.done = start_step
         self.metrics: dict[str, float] = {}
         self._phase = ""
-        self._live_wanted = sys.stderr.isatty() if live is None else live
+        self._live_wanted = can_redraw() if live is None else live
         self._live: Any = None
         self._log_interval_s = log_interval_s
         self._last_line = -float("inf")
@@ -86,6 +87,8 @@ class LiveConsole:
     def stop(self) -> None:
         """Leave the last state on the screen; safe to call twice."""
         if self._live is not None:
+            if self.done >= self.total_steps:
+                self._phase = "finished"
             self._live.stop()
             self._live = None
 
@@ -138,19 +141,27 @@ class LiveConsole:
         from rich.table import Table
         from rich.text import Text
 
+        clock = f"{format_duration(time.monotonic() - self._begin)} elapsed, {format_duration(self.eta_s())} left"
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.done)
+        where = Text(f"step {self.done}/{self.total_steps}  {clock}")
         top = Table.grid(padding=(0, 1), expand=True)
         top.add_column(ratio=1)
-        top.add_column(justify="right")
-        clock = f"{format_duration(time.monotonic() - self._begin)} elapsed, {format_duration(self.eta_s())} left"
-        top.add_row(
-            ProgressBar(total=max(self.total_steps, 1), completed=self.done),
-            Text(f"step {self.done}/{self.total_steps}  {clock}"),
-        )
+        if self._live is None or self._live.console.width >= _WIDE:
+            top.add_column(justify="right")
+            top.add_row(bar, where)
+        else:
+            top.add_row(bar)
+            top.add_row(where)
         cells = Text("   ").join(
             Text.assemble((f"{label} ", "dim"), (text, "bold cyan"))
             for label, text in [*self._cells(), ("s/step", f"{self.seconds_per_step():.2f}")]
         )
         return Panel(Group(top, cells, Text(self._phase, style="dim")), title=self.title or None, border_style="blue")
+
+
+def can_redraw() -> bool:
+    """Whether stderr is a terminal on which a panel can be drawn over itself."""
+    return sys.stderr.isatty() and (environ.get_env("TERM") or "").lower() not in ("dumb", "unknown")
 
 
 def format_duration(seconds: float) -> str:
