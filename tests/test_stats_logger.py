@@ -214,10 +214,51 @@ def test_wandb_gets_id_masked_config_and_steps(tmp_path, monkeypatch):
     assert wandb.settings["config"]["extra"] == {"admin_api_key": "***", "lr": 1e-3}
     assert wandb.settings["config"]["areal_version"]
     assert wandb.logged == [(0, {"loss": 0.0, "reward": 0.5})]
+    assert wandb.settings["dir"] == str(logger.log_dir)  # wandb adds "wandb/" itself
     assert wandb.finished == 1
 
 
-@pytest.mark.parametrize(("name", "mode"), [("swanlab", "local"), ("trackio", "local")])
+def test_tracker_that_is_refused_leaves_none_of_the_others_open(tmp_path, monkeypatch):
+    wandb = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(NotImplementedError, match="trackio"):
+        StatsLogger(_config(tmp_path, wandb={"mode": "offline"}, trackio={"mode": "local"}), SPEC)
+    assert wandb.finished == 1
+
+
+def test_tracker_that_cannot_be_closed_keeps_none_of_the_others_open(tmp_path, monkeypatch):
+    wandb, trackio = FakeTracker("wandb"), FakeTracker("trackio")
+    wandb.finish = lambda: 1 / 0
+    for module in (wandb, trackio):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    logger = StatsLogger(_config(tmp_path, wandb={"mode": "offline"}, trackio={"mode": "local"}), SPEC)
+    with pytest.raises(ZeroDivisionError):
+        logger.close()
+    assert trackio.finished == 1
+
+
+def test_swanlab_local_without_its_dashboard_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", FakeTracker("swanlab"))
+    monkeypatch.setitem(sys.modules, "swanboard", None)
+    with pytest.raises(NotImplementedError, match=r"swanlab\[dashboard\]"):
+        StatsLogger(_config(tmp_path, swanlab={"mode": "local"}), SPEC)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("wandb", "offline"), ("swanlab", "offline"), ("trackio", "local")])
+def test_real_tracker_takes_two_runs_one_after_the_other(tmp_path, monkeypatch, name, mode):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when trackio is imported
+    pytest.importorskip(name, reason=f"the extra {name} is not installed")
+    for _ in range(2):
+        logger = StatsLogger(_config(tmp_path, **{name: {"mode": mode}}), SPEC)
+        logger.commit(0, 0, 0, {"loss": 1.5, "not_a_number": float("nan")})
+        logger.commit(0, 1, 1, {"loss": 0.5})
+        logger.close()
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert any(path.suffix in (".wandb", ".swanlab", ".db") for path in written)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("swanlab", "offline"), ("trackio", "local")])
 def test_swanlab_and_trackio_get_project_and_steps(tmp_path, monkeypatch, name, mode):
     module = FakeTracker(name)
     monkeypatch.setitem(sys.modules, name, module)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,13 +39,24 @@ def build_trackers(config: StatsLoggerConfig, experiment: Any, log_dir: Path) ->
         UnsupportedFeatureError: a configured tracker's package is not installed.
     """
     trackers: list[Tracker] = [TensorBoardTracker(config.tensorboard.path or log_dir / "tensorboard")]
-    if config.wandb.mode != "disabled":
-        trackers.append(WandbTracker(config, experiment, log_dir))
-    if config.swanlab.mode != "disabled":
-        trackers.append(SwanlabTracker(config, experiment, log_dir))
-    if config.trackio.mode != "disabled":
-        trackers.append(TrackioTracker(config, experiment))
+    try:
+        if config.wandb.mode != "disabled":
+            trackers.append(WandbTracker(config, experiment, log_dir))
+        if config.swanlab.mode != "disabled":
+            trackers.append(SwanlabTracker(config, experiment, log_dir))
+        if config.trackio.mode != "disabled":
+            trackers.append(TrackioTracker(config, experiment))
+    except BaseException:  # nobody else holds those that are open
+        close_all(trackers)
+        raise
     return trackers
+
+
+def close_all(trackers: list[Tracker]) -> None:
+    """Close every tracker, also after one that fails; its error is raised at the end."""
+    with ExitStack() as parts:
+        for tracker in reversed(trackers):
+            parts.callback(tracker.close)
 
 
 class TensorBoardTracker:
@@ -79,8 +91,6 @@ class WandbTracker:
         keys = {"WANDB_BASE_URL": section.wandb_base_url, "WANDB_API_KEY": section.wandb_api_key}
         environ.set_env({key: value for key, value in keys.items() if value})
         suffix = time.strftime("%Y%m%d-%H%M%S") if section.id_suffix == "timestamp" else section.id_suffix or "train"
-        directory = log_dir / "wandb"
-        directory.mkdir(exist_ok=True)
         self._run = wandb.init(
             mode=section.mode,
             entity=section.entity,
@@ -91,7 +101,7 @@ class WandbTracker:
             notes=section.notes,
             tags=section.tags,
             config=_run_config(experiment),
-            dir=str(directory),
+            dir=str(log_dir),  # wandb makes its own directory "wandb" in it
             id=f"{config.experiment_name}_{config.trial_name}_{suffix}",
             resume="allow",
         )
@@ -111,6 +121,8 @@ class SwanlabTracker:
     def __init__(self, config: StatsLoggerConfig, experiment: Any, log_dir: Path) -> None:
         self._swanlab = _import_tracker("swanlab")
         section = config.swanlab
+        if section.mode == "local":
+            _import_tracker("swanboard", "swanlab", "swanlab[dashboard]")
         api_key = section.api_key or environ.get_env("SWANLAB_API_KEY")
         if api_key and section.mode == "cloud":
             self._swanlab.login(api_key)
@@ -144,6 +156,7 @@ class TrackioTracker:
             name=section.name or config.trial_name,
             config=_run_config(experiment),
             space_id=section.space_id if section.mode == "online" else None,
+            resume="allow",
         )
 
     def log(self, step: int, data: dict[str, float]) -> None:
@@ -155,13 +168,15 @@ class TrackioTracker:
         self._trackio.finish()
 
 
-def _import_tracker(name: str) -> Any:
+def _import_tracker(name: str, owner: str = "", requirement: str = "") -> Any:
+    """The package ``name`` of the tracker ``owner`` (default: itself), which ``requirement`` installs."""
+    owner, requirement = owner or name, requirement or f"areal[{name}]"
     try:
         return importlib.import_module(name)
     except ImportError as exc:
         raise UnsupportedFeatureError(
-            f"stats_logger.{name}.mode is not 'disabled', but the package {name!r} cannot be imported ({exc}); "
-            f"install it with pip install 'areal[{name}]', or set stats_logger.{name}.mode=disabled"
+            f"stats_logger.{owner}.mode is not 'disabled', but the package {name!r} cannot be imported ({exc}); "
+            f"install it with pip install '{requirement}', or set stats_logger.{owner}.mode=disabled"
         ) from exc
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areal.utils import fs, logging
 from areal.utils.errors import ConfigError
 from areal.utils.ranks import is_first_rank
-from areal.utils.stats_logger.backends import Tracker, build_trackers
+from areal.utils.stats_logger.backends import Tracker, build_trackers, close_all
 from areal.utils.stats_logger.jsonl import FILE_NAME, StatsFile
 from areal.utils.stats_reduction import COUNT_SUFFIX
 
@@ -98,8 +98,7 @@ class StatsLogger:
         if self._file is None or self._closed:
             return
         self._closed = True
-        for tracker in self._trackers:
-            tracker.close()
+        close_all(self._trackers)
         logger.info("training took %.1f s", time.monotonic() - self._start)
 
     @staticmethod
