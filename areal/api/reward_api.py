@@ -25,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from areal.utils import logging
+from areal.utils import logging, perf_tracer
 from areal.utils.errors import RewardError
 from areal.utils.process_pool import (
     CallTimeoutError,
@@ -105,6 +105,10 @@ class AsyncRewardWrapper:
         Raises:
             RewardError: see the module; the cause is chained.
         """
+        with perf_tracer.trace_session_phase("reward"):
+            return await self._try(args, kwargs)
+
+    async def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         for attempt in range(self.max_retries + 1):
             try:
                 return reward_value(await self._run(args, kwargs))

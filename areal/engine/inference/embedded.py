@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.engine_api import AcceptFn, InferenceEngine
 from areal.infra import workflow_context
 from areal.infra.rollout.executor import WorkflowExecutor
+from areal.utils import perf_tracer
 
 if TYPE_CHECKING:
     from areal.api.cli_args import InferenceEngineConfig
@@ -47,7 +48,8 @@ class EmbeddedInfEngine(InferenceEngine):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """One continuation; seed and admission order come from the running episode unless the request names them."""
         workflow_context.prepare_request(req)
-        response = await self.sampler.agenerate(req)
+        with perf_tracer.trace_session_phase("generate"):
+            response = await self.sampler.agenerate(req)
         workflow_context.note_response(response)
         return response
 

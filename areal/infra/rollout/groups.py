@@ -24,6 +24,7 @@ from areal.infra import workflow_context
 from areal.infra.rollout.acceptance import AcceptFn, accepts
 from areal.infra.rollout.failures import DroppedSampleError, EpisodeTimeoutError, is_infrastructure_error
 from areal.infra.workflow_context import EpisodeContext, WorkflowContext
+from areal.utils import perf_tracer
 from areal.utils.errors import RewardError
 
 Status = Literal["accepted", "filtered", "failed", "lost"]
@@ -94,12 +95,15 @@ class GroupRunner:
 
     async def run(self, task: GroupTask, on_request: Callable[[], None] | None = None) -> GroupResult:
         """Run the samples of ``task``; ``on_request`` is called once per sample, at its first request or its end."""
-        outcomes = await self._run_samples(task, on_request)
+        sessions = [perf_tracer.register_session(task.task_id) for _ in range(task.group_size)]
+        outcomes = await self._run_samples(task, sessions, on_request)
         result = GroupResult("accepted")
         tables: list[Table] = []
+        reasons: list[str | None] = []
         for outcome in outcomes:
             table, error, reason = self._judge(task, outcome)
             result.ends.append(error)
+            reasons.append(reason)
             if reason is not None:
                 result.dropped[reason] = result.dropped.get(reason, 0) + 1
             if table is not None:
@@ -110,10 +114,15 @@ class GroupRunner:
             result.status = "filtered" if result.error is None else "failed"
         else:
             self._finish(task, result, tables)
+        close_sessions(sessions, reasons, result.status)
         return result
 
-    async def _run_samples(self, task: GroupTask, on_request: Callable[[], None] | None) -> list[Any]:
-        samples = [asyncio.ensure_future(self._run_sample(task, i, on_request)) for i in range(task.group_size)]
+    async def _run_samples(
+        self, task: GroupTask, sessions: list[int | None], on_request: Callable[[], None] | None
+    ) -> list[Any]:
+        samples = [
+            asyncio.ensure_future(self._run_sample(task, i, session, on_request)) for i, session in enumerate(sessions)
+        ]
         try:  # a sample that swallows its cancellation is abandoned, it cannot hold up the group
             await asyncio.wait(samples, timeout=self._timeout_s)
         finally:
@@ -121,7 +130,9 @@ class GroupRunner:
                 sample.cancel()  # does nothing to those that are done
         return [s.result() if s.done() and not s.cancelled() else self._too_long(task) for s in samples]
 
-    async def _run_sample(self, task: GroupTask, index: int, on_request: Callable[[], None] | None) -> Any:
+    async def _run_sample(
+        self, task: GroupTask, index: int, session: int | None, on_request: Callable[[], None] | None
+    ) -> Any:
         """What the workflow returned, or the exception it raised, with the episode's stop reasons."""
         row = task.row
         episode = EpisodeContext(
@@ -133,6 +144,8 @@ class GroupRunner:
             on_request=on_request,
         )
         workflow_context.set(WorkflowContext(task.is_eval, task.task_id, episode))
+        perf_tracer.set_task_id(task.task_id)
+        perf_tracer.set_session_id(session)
         try:
             return await task.workflow.arun_episode(self._engine, dict(task.data)), episode.stop_reasons
         except (Exception, SystemExit) as exc:  # noqa: BLE001 - a task ends here; counted and judged by the caller
@@ -183,6 +196,15 @@ class GroupRunner:
             f"if "
             "such episodes are meant to finish"
         )
+
+
+def close_sessions(sessions: list[int | None], reasons: list[str | None], status: Status) -> None:
+    """Tell the session tracer, if there is one, how each sample ended: dropped for its reason, else as its group."""
+    ends = {"accepted": "accepted", "filtered": "rejected", "failed": "failed", "lost": "failed"}
+    for session, reason in zip(sessions, reasons, strict=True):
+        if session is not None:
+            end = ends[status] if reason is None else "dropped"
+            perf_tracer.trace_session_event("mark_finalized", session, status=end, reason=reason)
 
 
 def drop_reason(error: BaseException) -> str:
