@@ -23,6 +23,7 @@ from areal.utils.process_pool import (
     shared_pool,
 )
 from tests import reward_fakes
+from tests.timing import slowness, wait_until
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +44,7 @@ def test_hangs_and_deaths_cost_only_themselves_and_leave_nothing_behind():
     dead = pool.submit(reward_fakes.by_order, ("exit",), timeout_s=timeout_s)
     good = [pool.submit(reward_fakes.good, ("", "x" * i), timeout_s=timeout_s) for i in range(20)]
     assert [future.result(30) for future in good] == [float(i) for i in range(20)]
-    assert time.monotonic() - began < timeout_s + 2.0
+    assert time.monotonic() - began < (timeout_s + 2.0) * slowness()
     for future in bad:
         with pytest.raises(CallTimeoutError):
             future.result(30)
@@ -51,7 +52,7 @@ def test_hangs_and_deaths_cost_only_themselves_and_leave_nothing_behind():
         dead.result(30)
     closing = time.monotonic()
     pool.close()
-    assert time.monotonic() - closing < 5.0
+    assert time.monotonic() - closing < 5.0 * slowness()
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -62,7 +63,7 @@ def test_close_during_a_hang_is_quick_and_fails_the_call():
     time.sleep(0.3)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 5.0 * slowness()
     for future in (hung, queued):
         with pytest.raises(PoolClosedError):
             future.result(5)
@@ -96,10 +97,9 @@ def test_a_kill_takes_grandchildren_along(tmp_path, monkeypatch):
     pool = ProcessPool(1)
     try:
         with pytest.raises(CallTimeoutError):
-            pool.submit(reward_fakes.spawn_child, timeout_s=1.0).result(30)
+            pool.submit(reward_fakes.spawn_child, timeout_s=1.0 * slowness()).result(60)
         pid = int((tmp_path / "pid").read_text())
-        time.sleep(0.2)
-        assert not _alive(pid)
+        wait_until(lambda: not _alive(pid))
     finally:
         pool.close()
 
@@ -117,10 +117,7 @@ def test_worker_dies_with_its_parent(tmp_path):
     """
     found = _python(code)
     pid = int(found.stdout.split()[0])
-    deadline = time.monotonic() + 5
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _alive(pid)
+    wait_until(lambda: not _alive(pid))
 
 
 def test_functions_of_a_guarded_script_run_in_workers(tmp_path):
@@ -171,7 +168,6 @@ def test_can_travel_tells_closures_from_functions():
 
 def test_cancelled_call_is_skipped(pool):
     hung = [pool.submit(reward_fakes.by_order, ("hang",), timeout_s=0.5) for _ in range(2)]
-    time.sleep(0.1)
     queued = pool.submit(reward_fakes.good, ("", "x"))
     assert queued.cancel()
     assert pool.submit(reward_fakes.good, ("", "xy")).result(30) == 2.0
@@ -196,7 +192,7 @@ def test_throughput_of_small_calls_is_thousands_per_second(pool):
     began = time.monotonic()
     futures = [pool.submit(reward_fakes.good, ("", "abc")) for _ in range(500)]
     assert sum(future.result(30) for future in futures) == 1500.0
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 2.0 * slowness()
 
 
 def _alive(pid):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 
 import pytest
@@ -25,6 +26,7 @@ from tests.rollout_fakes import (
     run_steps,
     table,
 )
+from tests.timing import wait_until
 
 
 def test_next_batch_is_ordered_by_row_and_fills_ids():
@@ -77,13 +79,14 @@ def test_wait_policy_no_sample_exceeds_the_bound_with_heavy_tails(eta):
 
 
 def test_drop_policy_generates_overdue_rows_again():
-    engine, calls = FakeEngine(), {}
+    engine, calls, back = FakeEngine(), {}, []
 
     async def episode(engine, row):
         calls[row["x"]] = calls.get(row["x"], 0) + 1
         version = engine.version
-        if row["x"] == 0 and calls[0] == 1:
-            await asyncio.sleep(0.15)
+        while row["x"] == 0 and calls[0] == 1 and engine.version < version + 3:  # noqa: ASYNC110 - set by the test
+            await asyncio.sleep(0.001)
+        back.extend([True] * (row["x"] == 0))
         return table(row["x"], version=version)
 
     with executor(config(2, 1, on_stale="drop", max_concurrent_rollouts=8), engine) as made:
@@ -91,8 +94,9 @@ def test_drop_policy_generates_overdue_rows_again():
         for step in range(60):
             batch = made.next_batch(data, FunctionWorkflow(episode))
             ages += [step - ref.min_version for ref in batch]
-            time.sleep(0.005)
             publish(made, engine, step + 1)
+            if step == 10:
+                wait_until(lambda: back)  # too late: it is thrown away, and its row generated again
         stats = made.export_stats()
     assert max(ages) <= 1
     assert stats["rollout/stale"] == 1
@@ -100,20 +104,22 @@ def test_drop_policy_generates_overdue_rows_again():
 
 
 def test_train_policy_uses_overdue_groups():
-    engine = FakeEngine()
+    engine, back = FakeEngine(), []
 
     async def episode(engine, row):
         version = engine.version
-        if row["x"] == 0:
-            await asyncio.sleep(0.1)
+        while row["x"] == 0 and engine.version < version + 3:  # noqa: ASYNC110 - set by the test
+            await asyncio.sleep(0.001)
+        back.extend([True] * (row["x"] == 0))
         return table(row["x"], version=version)
 
     with executor(config(2, 1, on_stale="train"), engine) as made:
         data, ages = loader(400, 2), []
         for step in range(40):
             ages += [step - ref.min_version for ref in made.next_batch(data, FunctionWorkflow(episode))]
-            time.sleep(0.005)
             publish(made, engine, step + 1)
+            if step == 10:
+                wait_until(lambda: back)
     assert max(ages) > 1
 
 
@@ -212,12 +218,14 @@ def test_total_rows_stops_dispensing_when_reached():
 
 
 def test_pause_stops_starts_and_resume_refills_at_once():
-    engine, running, seen = FakeEngine(), set(), []
+    engine, running, open_gate = FakeEngine(), set(), threading.Event()
+    open_gate.set()
 
     async def episode(engine, row):
         running.add(row["x"])
         try:
-            await asyncio.sleep(0.05)
+            while not open_gate.is_set():  # noqa: ASYNC110 - set by the test
+                await asyncio.sleep(0.001)
         finally:
             running.discard(row["x"])
         return table(row["x"], version=engine.version)
@@ -227,12 +235,13 @@ def test_pause_stops_starts_and_resume_refills_at_once():
         made.next_batch(data, FunctionWorkflow(episode))
         made.pause()
         publish(made, engine, 1)
-        time.sleep(0.15)
-        seen.append(len(running))
+        wait_until(lambda: made.staleness_manager.get_stats().running == 0)
+        open_gate.clear()
+        time.sleep(0.1)
+        assert not running
         made.resume()
-        time.sleep(0.02)
-        seen.append(len(running))
-    assert seen == [0, 8]
+        wait_until(lambda: len(running) == 8)  # all of them, although none can end
+        open_gate.set()
 
 
 def test_state_dict_resumes_every_row_exactly_once():

@@ -27,7 +27,7 @@ from tests.rollout_fakes import (
 def test_submit_and_wait_return_start_order_and_none_for_rejected():
     with executor(config(8, 4)) as made:
         ids = [made.submit({"x": i}, InstantWorkflow(), should_accept_fn=reject_odd) for i in range(4)]
-        found = made.wait(4, timeout=5)
+        found = made.wait(4, timeout=60)
     assert ids == [0, 1, 2, 3]
     assert [None if item is None else int(item["rewards"][0]) for item in found] == [0, None, 2, None]
 
@@ -55,7 +55,7 @@ def test_wait_timeouts_and_bad_arguments():
 def test_wait_for_task_consumes_the_result():
     with executor(config(4)) as made:
         task = made.submit({"x": 5}, InstantWorkflow(), task_id=41)
-        assert int(made.wait_for_task(task, timeout=5)["rewards"][0]) == 5
+        assert int(made.wait_for_task(task, timeout=60)["rewards"][0]) == 5
         with pytest.raises(ValueError, match="taken already"):
             made.wait_for_task(task)
 
@@ -89,11 +89,11 @@ def test_submitted_tasks_are_bound_by_staleness_until_the_version_moves():
     with executor(config(2, 0), engine) as made:
         for i in range(4):
             made.submit({"x": i}, InstantWorkflow())
-        made.wait(2, timeout=5)
+        made.wait(2, timeout=60)
         with pytest.raises(TimeoutError):
             made.wait(2, timeout=0.1)
         publish(made, engine, 1)
-        assert len(made.wait(2, timeout=5)) == 2
+        assert len(made.wait(2, timeout=60)) == 2
 
 
 def test_calls_before_initialize_and_after_destroy_are_refused():
@@ -169,7 +169,9 @@ def test_waits_are_booked_by_reason_in_the_step_ledger():
     with executor(config(2)) as made:
         ledger = StepLedger()
         made.use_ledger(ledger)
+        began = time.perf_counter()
         with ledger.phase("rollout"):
             made.next_batch(loader(4, 2), FunctionWorkflow(episode))
         seconds = ledger.export()
-    assert 0.08 < seconds["wait_generation"] < 1.0
+        wall_s = time.perf_counter() - began
+    assert 0.08 < seconds["wait_generation"] <= wall_s
