@@ -225,6 +225,18 @@ def test_failure_window_without_any_success_stops_early():
     assert window.failure(ValueError()) is not None
 
 
+@pytest.mark.parametrize(("size", "group"), [(64, 8), (64, 64), (16, 256)])
+def test_failure_window_one_bad_group_stops_nothing_a_run_of_them_does(size, group):
+    fresh, worked = FailureWindow(size, 0.5, 8), FailureWindow(size, 0.5, 8)
+    for window in (fresh, worked):
+        window.expect_group(group)
+    for _ in range(8 * group):
+        worked.success()
+    for window in (fresh, worked):
+        assert all(window.failure(ValueError()) is None for _ in range(group))
+        assert any(window.failure(ValueError()) for _ in range(7 * group))
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -266,6 +266,7 @@ class Dispatcher:
         self.counts[result.status] += 1
         for reason, number in result.dropped.items():
             self.counts[f"dropped/{reason}"] += number
+        self.window.expect_group(task.group_size)
         for end in result.ends:
             if end is None:
                 self.window.success()

@@ -225,7 +225,6 @@ class WorkflowExecutor:
         if not steps.attached:
             resolved, accept = self._resolve(workflow, workflow_kwargs), resolve_accept_fn(should_accept_fn)
             steps.attach(loader, resolved, accept, _check_group_size(group_size), dynamic_bs)
-            dispatcher.window.expect_groups(group_size)
         elif not steps.same_loader(loader) or recipe != self._recipe:
             logger.warning("next_batch: loader, workflow, filter and group size of the first call stay in use")
         self._recipe = recipe

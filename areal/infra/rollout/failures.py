@@ -22,6 +22,7 @@ _LOCAL_OS_ERRORS = (
     IsADirectoryError,
 )
 
+_LEAST_GROUPS = 8  # groups that a window holds at least
 _BACKOFF_S = (0.05, 3.2)  # first and longest pause after a lost group
 
 
@@ -87,25 +88,31 @@ class FailureWindow:
     """Share of failed samples over the last ones.
 
     The run stops when the window is full and more than ``max_share`` of it failed, or, before the first success ever,
-    when ``first`` samples failed in a row: a run that never worked need not fill the window.
+    when ``first`` groups failed in a row: a run that never worked need not fill the window.
 
     Args:
-        size: samples looked at.
+        size: samples looked at; more where groups are so large that one bad row would fill them.
         max_share: share above which the run stops, in [0, 1]; 1 never stops a run that worked once.
-        first: failures that stop a run without any success.
+        first: groups whose failure stops a run without any success.
     """
 
     def __init__(self, size: int, max_share: float, first: int) -> None:
-        self._ends: deque[bool] = deque(maxlen=max(1, size))
+        self._ends: deque[bool] = deque()
+        self._size = max(1, size)
         self._max_share = max_share
-        self._first = min(max(1, first), max(1, size))
+        self._first_groups = min(max(1, first), self._size)
+        self._first = self._first_groups
+        self._group_size = 1
         self._failed = 0
         self._succeeded = False
         self.first_error: BaseException | None = None
 
-    def expect_groups(self, group_size: int) -> None:
-        """Samples come in groups of this size: one bad row must not look like a run that never works."""
-        self._first = min(self._first * group_size, self._ends.maxlen or 1)
+    def expect_group(self, group_size: int) -> None:
+        """Samples may come in groups of this size: one bad row must not look like a run that fails."""
+        if group_size > self._group_size:
+            self._group_size = group_size
+            self._size = max(self._size, min(self._first_groups, _LEAST_GROUPS) * group_size)
+            self._first = min(self._first_groups * group_size, self._size)
 
     def success(self) -> None:
         """A sample ended well."""
@@ -120,7 +127,7 @@ class FailureWindow:
             self.first_error = error
         self._append(True)
         total = len(self._ends)
-        full = total == self._ends.maxlen and self._failed > self._max_share * total
+        full = total == self._size and self._failed > self._max_share * total
         never = not self._succeeded and self._failed >= self._first
         if not full and not never:
             return None
@@ -133,7 +140,7 @@ class FailureWindow:
         return stop
 
     def _append(self, failed: bool) -> None:
-        if len(self._ends) == self._ends.maxlen:
-            self._failed -= self._ends[0]
+        if len(self._ends) == self._size:
+            self._failed -= self._ends.popleft()
         self._ends.append(failed)
         self._failed += failed
