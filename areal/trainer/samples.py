@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal.utils import logging
+
 if TYPE_CHECKING:
     from areal.api.trajectory import TrajectoryRef
+
+logger = logging.getLogger("Samples")
 
 FILE_NAME = "samples.jsonl"
 
@@ -28,9 +32,13 @@ class SampleWriter:
     def __init__(self, log_dir: Path, tokenizer: Any) -> None:
         self._path = log_dir / FILE_NAME
         self._tokenizer = tokenizer
+        self._warned = False
 
     def write(self, global_step: int, refs: Sequence[TrajectoryRef]) -> None:
-        """Record the first sequence of one trajectory; which one goes round with the steps."""
+        """Record the first sequence of one trajectory; which one goes round with the steps.
+
+        A file that cannot be written (a full disk) is warned about once and does not end the run.
+        """
         if not refs:
             return
         ref = refs[global_step % len(refs)]
@@ -46,8 +54,13 @@ class SampleWriter:
             "prompt": self._decode(ids[:start]),
             "completion": self._decode(ids[start:]),
         }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as exc:
+            if not self._warned:
+                logger.warning(f"samples cannot be written to {self._path}: {exc}; the run goes on without them")
+            self._warned = True
 
     def _decode(self, ids: list[int]) -> Any:
         return ids if self._tokenizer is None else self._tokenizer.decode(ids)
