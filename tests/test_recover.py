@@ -121,6 +121,21 @@ def test_dump_keeps_only_the_newest_point_and_links_to_it(tmp_path):
     assert not list(root.rglob("*.pkl"))
 
 
+@pytest.mark.parametrize("action", ["load", "dump"])
+def test_point_or_link_left_by_a_kill_is_removed(action, tmp_path):
+    run = Run(tmp_path)
+    save_root = Path(run.step(0)).parent.parent
+    (save_root / "recover" / ".globalstep1.aside-dumping").mkdir()
+    (save_root / ".recover_info.aside-0123abcd").symlink_to("nowhere")
+
+    if action == "load":
+        Run(tmp_path).load()
+    else:
+        run.step(1)
+
+    assert not list(save_root.rglob(".*.aside-*"))
+
+
 def test_dump_that_fails_keeps_the_point_before_it(tmp_path):
     run = Run(tmp_path)
     run.step(0)

@@ -79,6 +79,22 @@ def test_save_interrupted_leaves_no_checkpoint_and_the_next_try_works(tmp_path):
     assert [p.name for p in Path(saver.model_save_path(0, 0, 0)).parent.iterdir()] == ["epoch0epochstep0globalstep0"]
 
 
+def test_save_removes_what_killed_writers_left_beside_it(tmp_path):
+    saver, engine = _saver(tmp_path, freq_steps=1), FileEngine()
+    root = Path(saver.save(engine, 0, 0, 0)).parent
+    names = [".epoch0epochstep1globalstep1.aside-saving", "..epoch0epochstep1globalstep1.aside-saving.aside-0123abcd"]
+    for name in names:
+        (root / name).mkdir()
+    (root / ".recover_checkpoint.aside-0123abcd").symlink_to("nowhere")
+
+    saver.save(engine, 0, 2, 2)
+
+    assert sorted(path.name for path in root.iterdir()) == [
+        "epoch0epochstep0globalstep0",
+        "epoch0epochstep2globalstep2",
+    ]
+
+
 def test_save_force_ignores_the_frequency(tmp_path):
     assert _saver(tmp_path).save(FileEngine(), 0, 0, 0, force=True)
 

@@ -38,6 +38,7 @@ logger = logging.getLogger("RecoverHandler")
 
 FORMAT = 1
 INFO_DIR = "recover_info"
+WITH_OPTIM = "with_optim"  # entry of checkpoint_info: whether the shards hold optimizer state
 _ASIDE_TOKEN = "dumping"  # the same on every rank, so that all of them write into one directory
 _POINT = re.compile(r"globalstep(\d+)")
 _ACTIVE_MODES = ("on", "auto")
@@ -182,7 +183,7 @@ class RecoverHandler:
             evaluator_info=evaluator.state_dict(),
             stats_logger_info=dict(stats_logger.state_dict()),
             dataloader_info=ranks.gather_json(encode(None if dataloader is None else dataloader.state_dict())),
-            checkpoint_info=self._tracker.state_dict(),
+            checkpoint_info={**self._tracker.state_dict(), WITH_OPTIM: not self.config.no_save_optim},
             extra=dict(extra or {}),
         )
         engines = engine if isinstance(engine, Mapping) else {"default": engine}
@@ -219,7 +220,7 @@ class RecoverHandler:
             return None
         root = _points_root(self.config)
         if ranks.is_first_rank():
-            fs.clean_leftovers(root)
+            _clean(root)
         ranks.barrier()
         points = recover_points(self.config)
         if not points:
@@ -227,8 +228,9 @@ class RecoverHandler:
             return None
         point = points[-1]
         info = RecoverInfo.load(point / INFO_DIR)
+        with_optim = self._loads_optimizer(point, bool(info.checkpoint_info.get(WITH_OPTIM, True)))
         for name, one in engine.items() if isinstance(engine, Mapping) else [("default", engine)]:
-            self._load_engine(one, point / name)
+            _load_engine(one, point / name, with_optim)
         saver.load_state_dict(info.saver_info)
         evaluator.load_state_dict(info.evaluator_info)
         evaluator.catch_up(info.last_step_info)
@@ -247,7 +249,7 @@ class RecoverHandler:
         aside = fs.aside_path(target, _ASIDE_TOKEN)
         first = ranks.is_first_rank()
         if first:
-            fs.clean_leftovers(target.parent)
+            _clean(target.parent)
             for name in engines:
                 (aside / name).mkdir(parents=True)
         ranks.barrier()
@@ -276,11 +278,20 @@ class RecoverHandler:
             if old != target:
                 fs.retire_directory(old)
 
-    def _load_engine(self, engine: SavableEngine, path: Path) -> None:
-        if not path.is_dir():
-            raise RecoverInfoError(f"{path.parent} has no checkpoint of engine {path.name!r}; was it added since?")
-        with_optim = not (self.config.no_load_optim or self.config.no_save_optim)
-        engine.load(SaveLoadMeta(path=str(path), weight_format="dcp", with_optim=with_optim))
+    def _loads_optimizer(self, point: Path, saved: bool) -> bool:
+        """Whether to load optimizer state: unless told not to; a point without it is refused, unless expected."""
+        if saved or self.config.no_save_optim or self.config.no_load_optim:
+            return saved and not self.config.no_load_optim
+        raise RecoverInfoError(
+            f"{point} holds no optimizer state: it was written with recover.no_save_optim=true. Set "
+            "recover.no_load_optim=true to go on with fresh optimizer state"
+        )
+
+
+def _load_engine(engine: SavableEngine, path: Path, with_optim: bool) -> None:
+    if not path.is_dir():
+        raise RecoverInfoError(f"{path.parent} has no checkpoint of engine {path.name!r}; was it added since?")
+    engine.load(SaveLoadMeta(path=str(path), weight_format="dcp", with_optim=with_optim))
 
 
 def recover_points(config: RecoverConfig) -> list[Path]:
@@ -310,6 +321,12 @@ def check_if_recover(config: RecoverConfig, run_id: int = 0) -> bool:
         logger.warning("run %d: recover point %s cannot be used: %s", run_id, points[-1], exc)
         return False
     return info.last_step_info.epoch >= 0
+
+
+def _clean(root: Path) -> None:
+    """Remove what a killed run left aside: half points, and links that did not get their names."""
+    for directory in (root, root.parent):
+        fs.clean_leftovers(directory)
 
 
 def _points_root(config: RecoverConfig) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.io_struct import SaveLoadMeta
@@ -169,14 +168,14 @@ def save_directory(
     Args:
         engine: every rank calls; the engine's own collectives run inside.
         meta: its ``path`` is ignored.
-        target: final directory; an existing one is replaced.
+        target: final directory; an existing one is replaced. What killed writers left beside it is removed.
         manifest: written along; None writes none.
     """
     aside = fs.aside_path(target, _ASIDE_TOKEN)
     first = ranks.is_first_rank()
     if first:
-        fs.remove_tree(aside)
-        Path(aside).mkdir(parents=True)
+        fs.clean_leftovers(aside.parent)
+        aside.mkdir(parents=True)
     ranks.barrier()  # nobody writes before the directory is there ...
     meta.path = os.fspath(aside)
     engine.save(meta)
