@@ -14,7 +14,7 @@ help:
 	@echo "make test         the fast CPU test suite"
 	@echo "make check        lint, types, layers and sizes"
 	@echo "make bench        the benchmarks (JSON on standard output)"
-	@echo "make full         every test, the slow ones too"
+	@echo "make full         every test, then whole runs: accuracy, chaos, kills; prints a JSON summary"
 
 install: $(STAMP)
 
@@ -39,7 +39,7 @@ bench: $(STAMP)
 	@for script in benchmark/bench_*.py; do echo "# $$script" >&2; $(BIN)/python $$script || exit 1; done
 
 full: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m tests.full --out outputs/full/summary.json $(ARGS)
 
 clean:
 	rm -rf build dist outputs .pytest_cache .mypy_cache .ruff_cache
