@@ -55,8 +55,9 @@ class SlotCache:
             data[:, : self.slots, :, :, : self.capacity] = self.data
         self.data, self.slots, self.capacity = data, slots, capacity
         rows = slots * spec.kv_heads
-        self.keys = [layer[:, 0] for layer in data.view(spec.layers, rows, 2, capacity, spec.head_dim)]
-        self.values = [layer[:, 1] for layer in data.view(spec.layers, rows, 2, capacity, spec.head_dim)]
+        self.pairs = list(data.view(spec.layers, rows, 2, capacity, spec.head_dim))
+        self.keys = [layer[:, 0] for layer in self.pairs]
+        self.values = [layer[:, 1] for layer in self.pairs]
         self.flat = list(data.view(spec.layers, rows * 2 * capacity, spec.head_dim))
         first = torch.arange(rows * 2, dtype=torch.int64, device=self.device) * capacity
         self._first_row = first.view(slots, spec.kv_heads, 2)

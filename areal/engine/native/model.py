@@ -79,18 +79,22 @@ class CausalLM:
         count, rows, group, dim = tokens.shape[0], tokens.shape[0] * spec.kv_heads, spec.group, spec.head_dim
         width, inter, eps, shape = spec.heads * dim, spec.intermediate, spec.norm_eps, (spec.hidden,)
         cis = self.cis.index_select(0, positions)[:, None, None]
-        index = (cache.decode_index(positions),)
+        index = (cache.decode_index(positions),) if step.ragged else None
         if step.ragged:
             seen = (self._positions[:length] <= positions[:, None])[:, None].expand(count, spec.heads, length)
             bias, beta = torch.where(seen, self._zero, self._minus_inf).view(rows, group, length), 1
         else:
             bias, beta = self._zero, 0
         x = weights.embed.index_select(0, tokens)
-        for w, keys, values, flat in zip(weights.layers, cache.keys, cache.values, cache.flat, strict=True):
+        for layer, w in enumerate(weights.layers):
+            keys, values = cache.keys[layer], cache.values[layer]
             qkv = w.qkv(F.rms_norm(x, shape, w.norm1, eps))
             self._rotate(qkv.view(count, spec.kv_heads, group + 2, dim)[:, :, : group + 1], cis, w.qk_norm)
             heads = qkv.view(rows, group + 2, dim)
-            flat.index_put_(index, heads[:, group:])
+            if index is None:
+                cache.pairs[layer][:rows, :, length - 1] = heads[:, group:]
+            else:
+                cache.flat[layer].index_put_(index, heads[:, group:])
             scores = torch.baddbmm(
                 bias, heads[:, :group], keys[:rows, :length].transpose(1, 2), beta=beta, alpha=self.scale
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -61,18 +62,18 @@ class Sequence:
         """Whether everything but the newest drawn token is in the cache."""
         return self.kv_len == len(self.tokens) - 1
 
-    def append(self, token: int, logprob: float, version: int) -> bool:
-        """Take a drawn token; True when it ends the request."""
-        self.tokens.append(token)
-        self.output.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        if token in self.stop_ids or len(self.tokens) >= self.max_len:
+    def take(self, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> bool:
+        """Take drawn tokens, at least one; True when the last of them ends the request (none before it may)."""
+        self.output += tokens
+        self.logprobs += logprobs
+        self.versions += versions
+        self.tokens += self.output[len(self.tokens) - len(self.prompt) :]
+        if self.output[-1] in self.stop_ids or len(self.tokens) >= self.max_len:
             return True
         return self.stop_text is not None and self.stop_text.hit(self.output, self.params.min_new_tokens)
 
     def stop_reason(self) -> StopReason:
-        """Why a request that :meth:`append` ended has ended."""
+        """Why a request that :meth:`take` ended has ended."""
         if self.output[-1] in self.stop_ids:
             return "stop"
         if self.stop_text is not None and self.stop_text.hit(self.output, self.params.min_new_tokens):

@@ -62,13 +62,56 @@ class _Prompt:
     users: int = 0
 
 
-@dataclass
 class _DecodeState:
-    """Device-side state of the ready slots; rebuilt when they change."""
+    """The ready slots between two changes of them: what is on the device, and drawn tokens not handed out yet.
 
-    sequences: list[Sequence]
-    step: DecodeInput
-    sampler: BatchSampler
+    Handing every token to its request at once would be most of a small model's step. So rows of tokens are kept until
+    one of them may end a request, or somebody wants to know what a request has.
+    """
+
+    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+        lengths = [s.kv_len for s in sequences]
+        self.sequences = sequences
+        self.step = DecodeInput(
+            tokens=torch.tensor([s.tokens[-1] for s in sequences]).to(device),
+            positions=torch.tensor(lengths).to(device),
+            length=max(lengths) + 1,
+            ragged=min(lengths) != max(lengths),
+        )
+        self.sampler = BatchSampler([s.params for s in sequences], [s.output for s in sequences], device)
+        self._stop_ids = frozenset[int]().union(*(s.stop_ids for s in sequences))
+        # Stop strings and penalties depend on every token drawn so far.
+        self._watched = any(s.stop_text is not None or s.params.frequency_penalty for s in sequences)
+        self._room = min(s.max_len - len(s.tokens) for s in sequences)
+        self._tokens: list[list[int]] = []
+        self._logprobs: list[list[float]] = []
+        self._versions: list[int] = []
+
+    def advance(self, tokens: Tensor, logprobs: Tensor, version: int) -> bool:
+        """Keep one drawn token per request; True when one of them may end its request."""
+        self.step.tokens = tokens
+        self.step.positions += 1
+        self.step.length += 1
+        self._tokens.append(tokens.tolist())
+        self._logprobs.append(logprobs.tolist())
+        self._versions.append(version)
+        full = len(self._tokens) >= self._room
+        return full or self._watched or not self._stop_ids.isdisjoint(self._tokens[-1])
+
+    def hand_out(self) -> list[Sequence]:
+        """Give every request its tokens; returns those that have ended."""
+        if not self._tokens:
+            return []
+        count, ended = len(self._tokens), []
+        for sequence, tokens, logprobs in zip(
+            self.sequences, zip(*self._tokens, strict=True), zip(*self._logprobs, strict=True), strict=True
+        ):
+            sequence.kv_len += count
+            if sequence.take(tokens, logprobs, self._versions):
+                ended.append(sequence)
+        self._room -= count
+        self._tokens, self._logprobs, self._versions = [], [], []
+        return ended
 
 
 class Scheduler:
@@ -115,6 +158,7 @@ class Scheduler:
 
     def abort(self, sequences: list[Sequence]) -> None:
         """End requests with what they have."""
+        _bring_up_to_date(self._state)
         chosen = {id(s) for s in sequences}
         if any(id(entry[2]) in chosen for entry in self._waiting):
             self._waiting = [entry for entry in self._waiting if id(entry[2]) not in chosen]
@@ -129,6 +173,7 @@ class Scheduler:
 
     def swap(self, weights: Weights, version: int) -> None:
         """Go on with other weights: running requests stay, all they have cached is void."""
+        _bring_up_to_date(self._state)
         self.weights, self.version = weights, version
         self.stats.weight_swaps += 1
         started = [s for s in self._filling if s.slot >= 0]
@@ -166,22 +211,13 @@ class Scheduler:
     def _decode(self) -> None:
         state = self._state
         if state is None:
-            state = self._state = _decode_state(self._slots.ready, self.model.device)
-        step = state.step
-        self.cache.reserve(0, step.length)
-        hidden = self.model.decode(self.weights, step, self.cache)
+            state = self._state = _DecodeState(self._slots.ready, self.model.device)
+        self.cache.reserve(0, state.step.length)
+        hidden = self.model.decode(self.weights, state.step, self.cache)
         tokens, logprobs = state.sampler.draw(self.model.logits(self.weights, hidden))
-        step.tokens = tokens
-        step.positions += 1
-        step.length += 1
-        version, ended = self.version, []
-        for sequence, token, logprob in zip(state.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.kv_len += 1
-            if sequence.append(token, logprob, version):
-                ended.append(sequence)
         self.stats.decode_steps += 1
         self.stats.generated_tokens += len(state.sequences)
-        if ended:
+        if state.advance(tokens, logprobs, self.version) and (ended := state.hand_out()):
             self._finish(ended)
 
     def _finish(self, ended: list[Sequence]) -> None:
@@ -192,6 +228,7 @@ class Scheduler:
 
     def _fill(self) -> None:
         """Bring filling requests closer to ready: prompts (once each), copies, what follows, first tokens."""
+        _bring_up_to_date(self._state)
         budget = Counter(new=self.config.prefill_tokens_per_step, old=self.config.recompute_tokens_per_step)
         before = self.stats.recomputed_tokens
         longest = max(min(len(s.tokens) + _SPARE_POSITIONS, s.max_len) for s in self._filling)
@@ -290,7 +327,7 @@ class Scheduler:
         now, ended = time.monotonic(), []
         for sequence, token, logprob in zip(fresh, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.first_token = now
-            if sequence.append(token, logprob, self.version):
+            if sequence.take((token,), (logprob,), (self.version,)):
                 ended.append(sequence)
         self.stats.generated_tokens += len(fresh)
         if ended:
@@ -313,18 +350,10 @@ class Scheduler:
         self._state = None
 
 
-def _decode_state(sequences: list[Sequence], device: torch.device) -> _DecodeState:
-    lengths = [s.kv_len for s in sequences]
-    return _DecodeState(
-        sequences=sequences,
-        step=DecodeInput(
-            tokens=torch.tensor([s.tokens[-1] for s in sequences]).to(device),
-            positions=torch.tensor(lengths).to(device),
-            length=max(lengths) + 1,
-            ragged=min(lengths) != max(lengths),
-        ),
-        sampler=BatchSampler([s.params for s in sequences], [s.output for s in sequences], device),
-    )
+def _bring_up_to_date(state: _DecodeState | None) -> None:
+    """Give the requests what was drawn for them, before somebody looks at them; none of them can have ended."""
+    if state is not None:
+        state.hand_out()
 
 
 def _take(budget: Counter[str], sequence: Sequence, wanted: int) -> int:
