@@ -246,13 +246,12 @@ def test_init_from_scratch_ignores_the_weights(model_dirs: dict[str, str]) -> No
     ("settings", "error", "message"),
     [
         ({"backend": "fsdp:d2"}, ConfigError, "scheduler.type=local"),
-        ({"backend": "fsdp:t2"}, UnsupportedFeatureError, "tensor parallelism"),
-        ({"backend": "fsdp:c2"}, UnsupportedFeatureError, "sequence parallelism"),
+        ({"backend": "fsdp:d2t2"}, ConfigError, "fsdp:d2t2 needs 4 processes"),
+        ({"backend": "fsdp:c2"}, ConfigError, "needs 2 processes"),
         ({"attn_impl": "flash_attention_2"}, ConfigError, "attn_impl=flash_attention_2"),
         ({"is_critic": True}, UnsupportedFeatureError, "is_critic"),
         ({"use_lora": True}, UnsupportedFeatureError, "LoRA"),
         ({"dtype": "float16"}, UnsupportedFeatureError, "loss scaling"),
-        ({"optimizer": {"type": "adam_bf16"}}, UnsupportedFeatureError, "adam_bf16"),
     ],
 )
 def test_engine_what_it_cannot_do_is_refused_by_name(

@@ -7,7 +7,7 @@ publish. Called by the roles of ``areal/trainer`` and by user scripts. What ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,18 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.engine_api import TrainEngine
-from areal.engine.core.checkpoint import export_hf, load_dcp, load_optimizer_file, save_dcp
+from areal.engine.core.compiled_layers import check_compile, compile_layers
 from areal.engine.core.distributed import current_device, leave_world
 from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade
+from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.loop import TrainLoop
 from areal.engine.core.lr_schedule import LrSchedule
+from areal.engine.core.memory import memory_of
 from areal.engine.core.model import build_causal_lm
-from areal.engine.core.optimizer import ClippedOptimizer, ParamShards
+from areal.engine.core.offload import Offloader
+from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
-from areal.engine.fsdp_utils.checkpoint import load_hf_weights, local_optimizer_state, recover_tensors
+from areal.engine.fsdp_utils.checkpoint import FsdpCheckpoints
+from areal.engine.fsdp_utils.grad import shard_copies
+from areal.engine.fsdp_utils.loading import find_weights, load_streamed
 from areal.engine.fsdp_utils.optimizer import build_shards
-from areal.engine.fsdp_utils.parallel import build_mesh, check_strategy, groups_of, shard_model
+from areal.engine.fsdp_utils.parallel import build_mesh, check_model, check_strategy, groups_of, shard_model
 from areal.engine.fsdp_utils.weights import named_full_tensors
 from areal.utils import logging
 from areal.utils.errors import ConfigError, EngineError, UnsupportedFeatureError
@@ -53,9 +58,11 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
         self.groups = ParallelGroups()
         self.module: PreTrainedModel | None = None
         self._device = current_device()
+        self._strategy: ParallelStrategy | None = None
         self._mesh: DeviceMesh | None = None
         self._shards: ParamShards | None = None
         self._loop: TrainLoop | None = None
+        self._checkpoints: FsdpCheckpoints | None = None
         self._grouped = False
         self._version = 0
 
@@ -96,13 +103,13 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
 
         Raises:
             ConfigError: the layout does not fit the processes of this job.
-            UnsupportedFeatureError: the layout needs a feature that comes later.
         """
         if parallel_strategy is None:
             from areal.api.alloc_mode import ModelAllocation
 
             parallel_strategy = ModelAllocation.from_str(self.config.backend).parallel
         check_strategy(parallel_strategy)
+        self._strategy = parallel_strategy
         self._mesh = build_mesh(parallel_strategy, self._device)
         self.groups = groups_of(self._mesh)
         self._grouped = True
@@ -119,65 +126,75 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
             raise ConfigError(f"FSDPEngine.initialize takes ft_spec only, got addr={addr!r} {sorted(kwargs)}")
         if not self._grouped:
             self.create_process_group()
-        _refuse_later_features(self.config)
+        _check_features(self.config, self._device, sharded=self._mesh is not None)
+        if self.config.fsdp.enable_compile:
+            check_compile(self._device, self.groups, key="fsdp.enable_compile")
         dtype = getattr(torch, self.config.dtype)
-        trains = self.config.optimizer is not None
-        # Master weights are float32 whatever the compute dtype; an engine that only scores loads the compute dtype.
-        lm = build_causal_lm(self.config, torch.float32 if trains else dtype, self._device)
-        self.module = lm.module
+        weights = find_weights(self.config, self.groups.cpu)
+        lm = build_causal_lm(self.config, parameter_dtype(self.config), self._device, empty=weights is not None)
+        assert self._strategy is not None
+        check_model(lm.module, self._strategy)
+        self.module, lm.groups = lm.module, self.groups
         runner = SequentialRunner(lm)
         if self._mesh is not None:
             reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
             reshard = shard_model(lm.module, self._mesh, self.config.fsdp, param_dtype=dtype, reduce_dtype=reduce_dtype)
             runner = SequentialRunner(lm, release=reshard)
+        if weights is not None:
+            first = self.config.fsdp.memory_efficient_load
+            where = torch.device("cpu") if self.config.fsdp.offload_params else self._device
+            load_streamed(lm.module, weights, where, self.groups.cpu, first_rank_reads=first)
+        if self.config.fsdp.enable_compile:
+            compile_layers(lm.module, key="fsdp.enable_compile")
         optimizer = None
         if self.config.optimizer is not None:
             self._shards = build_shards(lm.module, dtype, sharded=self._mesh is not None)
             schedule = LrSchedule(self.config.optimizer, ft_spec)
-            optimizer = ClippedOptimizer(self.config.optimizer, self._shards, schedule, self.groups.grad_norm)
+            fsdp = self.config.fsdp
+            layers_ahead = fsdp.optim_step_prefetch_layers if fsdp.per_layer_optim_step else None
+            optimizer = ClippedOptimizer(
+                self.config.optimizer, self._shards, schedule, self.groups.grad_norm, layers_ahead
+            )
+            optimizer.copies = shard_copies(lm.module)
         self._loop = TrainLoop(self.config, runner, self.groups, self._device, optimizer)
+        self._checkpoints = FsdpCheckpoints(lm.module, self._shards, optimizer, self.groups, dtype)
+        self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
+        watch_for_failures(self)
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """``(checkpoint name, full tensor)`` in ``config.dtype``, tied weights once; every rank must iterate.
 
         Tensors may alias the engine's own: a receiver copies them.
         """
-        return named_full_tensors(self._model(), getattr(torch, self.config.dtype))
+        with self.resident():
+            yield from named_full_tensors(self._model(), getattr(torch, self.config.dtype))
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write ``meta.path`` as ``hf`` (to exchange) or ``dcp`` (to resume), whole or not at all; every rank calls."""
-        if meta.weight_format == "hf":
-            export_hf(
-                meta.path,
-                self._model(),
-                self.named_full_tensors(),
-                getattr(torch, self.config.dtype),
-                self.groups.cpu,
-                extras=(meta.tokenizer, meta.processor),
-                optimizer_state=self._optimizer_state() if meta.with_optim else None,
-            )
-        elif meta.weight_format == "dcp":
-            state: dict[str, Any] = {"version": self._version}
-            if self._shards is not None:
-                state["lr_steps"] = self.loop.optimizer.schedule.steps_done
-            save_dcp(meta.path, self._recover_tensors(meta.with_optim), state, self.groups.cpu)
-        else:
-            raise _unknown_format(meta)
+        """Write ``meta.path`` as ``hf`` (to exchange) or ``dcp`` (to resume), whole or not at all; every rank calls.
+
+        Raises:
+            CheckpointError: a rank could not write; every rank raises, and what was at ``meta.path`` is unchanged.
+        """
+        with self.resident(), memory_of("save", self._device):
+            self._saving().save(meta, self._version)
+
+    def stage_save(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        """Copy what :meth:`save` would write to host memory; every rank calls.
+
+        Returns: the function that writes it, for a background thread; every rank calls it before the next
+            ``stage_save``. Training may go on meanwhile.
+        """
+        with self.resident(), memory_of("save", self._device):
+            return self._saving().stage(meta, self._version)
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Read what :meth:`save` wrote; every rank must call. ``dcp`` restores schedule, RNG and version too."""
-        if meta.weight_format == "hf":
-            load_hf_weights(self._model(), self._shards, meta.path)
-            if meta.with_optim:
-                load_optimizer_file(meta.path, self._optimizer_state(), self.groups.cpu)
-        elif meta.weight_format == "dcp":
-            state = load_dcp(meta.path, self._recover_tensors(meta.with_optim), self.groups.cpu)
-            self._version = state["version"]
-            if self._shards is not None:
-                self._shards.write_back()
-                self.loop.optimizer.schedule.steps_done = state.get("lr_steps", 0)
-        else:
-            raise _unknown_format(meta)
+        """Read what :meth:`save` wrote in any layout; every rank calls. ``dcp`` restores schedule, RNG and version too.
+
+        Raises:
+            CheckpointError: the directory is incomplete or of another model; every rank raises.
+        """
+        with self.resident():
+            self._version = self._saving().load(meta, self._version)
 
     def set_version(self, version: int) -> None:
         self._version = version
@@ -186,36 +203,51 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
         return self._version
 
     def destroy(self) -> None:
-        """Free the model and leave the process groups that this engine made; safe to call twice."""
-        self._loop = None
+        """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        if self._offloader is not None:
+            self._offloader.close()
+        self._loop = self._offloader = None
+        self._checkpoints = None
         self._shards = None
         self.module = None
         if self._mesh is not None and dist.is_initialized():
-            dist.destroy_process_group(self.groups.cpu)
             leave_world()
         self._mesh, self._grouped = None, False
         self.groups = ParallelGroups()
+
+    def _tensors_to_move(self) -> Iterator[Tensor]:
+        """Weights, masters and optimizer state; aliases may come several times."""
+        yield from self._model().parameters()
+        if self._shards is not None:
+            yield from self._shards.shards.values()
+            for state in self.loop.optimizer.torch_optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._model().parameters():
+            parameter.grad = None
+        if self._shards is not None:
+            self._shards.zero_grad()
 
     def _model(self) -> PreTrainedModel:
         if self.module is None:
             raise EngineError("FSDPEngine is not initialized; call create_process_group() and initialize()")
         return self.module
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        optimizer = self.loop.optimizer
-        assert self._shards is not None
-        return local_optimizer_state(self._shards, optimizer)
-
-    def _recover_tensors(self, with_optim: bool) -> dict[str, Tensor]:
-        optimizer = self.loop.optimizer if with_optim and self._shards is not None else None
-        return recover_tensors(self._model(), self._shards, optimizer)
+    def _saving(self) -> FsdpCheckpoints:
+        if self._checkpoints is None:
+            raise EngineError("FSDPEngine is not initialized; call create_process_group() and initialize()")
+        return self._checkpoints
 
 
-def _unknown_format(meta: SaveLoadMeta) -> ConfigError:
-    return ConfigError(f"weight_format={meta.weight_format!r} is not valid; allowed: hf, dcp")
-
-
-def _refuse_later_features(config: TrainEngineConfig) -> None:
-    for name in ("offload_params", "memory_efficient_load", "per_layer_optim_step", "shard_vision_across_sp"):
-        if getattr(config.fsdp, name):
-            raise UnsupportedFeatureError(f"fsdp.{name}=true is not available in this version; set it to false")
+def _check_features(config: TrainEngineConfig, device: torch.device, *, sharded: bool) -> None:
+    """Refuse what this device, layout or version cannot do."""
+    if config.fsdp.shard_vision_across_sp:
+        raise UnsupportedFeatureError(
+            "fsdp.shard_vision_across_sp=true is not available in this version; set it to false"
+        )
+    if config.fsdp.offload_params and (device.type == "cpu" or not sharded):
+        why = "torch's CPU offload does not run on a CPU" if device.type == "cpu" else "one rank shards nothing"
+        raise ConfigError(f"fsdp.offload_params=true: {why}; set it to false")

@@ -14,3 +14,10 @@ def two_ranks() -> Iterator[LiveGroup]:
     group = LiveGroup(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[LiveGroup]:
+    group = LiveGroup(4)
+    yield group
+    group.close()

@@ -26,9 +26,13 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
+    import faulthandler
+
     import torch
 
     from areal.engine.core import distributed
+
+    faulthandler.enable()  # a rank that dies of a signal says where
 
     torch.set_num_threads(1)
     device = distributed.current_device()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from areal.api.cli_args import NormConfig, OptimizerConfig, PPOActorConfig
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.trainer.ppo.actor import PPOActor
@@ -35,11 +33,11 @@ def build(path: str, backend: str, **settings: Any) -> PPOActor:
 
 
 def ppo_step(path: str, backend: str, first_groups: int, **settings: Any) -> dict[str, Any]:
-    """One step; rank 0 has the first groups, rank 1 the others, one process all of them."""
+    """One step; data-parallel rank 0 has the first groups, rank 1 the others, a single one all of them."""
     actor = build(path, backend, **settings)
     data = trajectories()
-    if backend != "fsdp:d1":
-        data = data[:first_groups] if dist.get_rank() == 0 else data[first_groups:]
+    if actor.engine.data_parallel_world_size > 1:
+        data = data[:first_groups] if actor.engine.data_parallel_rank == 0 else data[first_groups:]
     stats_tracker.export_all()
     batch = actor.annotate(actor.pack(data), "prox_logp")
     actor.ppo_update(actor.compute_advantages(batch))

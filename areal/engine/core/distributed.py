@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,27 @@ def leave_world() -> None:
     _world.users -= 1
     if _world.users == 0 and _world.started_here and dist.is_initialized():
         dist.destroy_process_group()
-        _world.started_here = False
+        _world.started_here, _world.agreement = False, None
+
+
+def agreement_group() -> dist.ProcessGroup:
+    """The gloo group of all ranks in which engines agree on counts and guard files; every rank must call.
+
+    It is made once and shared by the engines of a process: making and closing one per engine costs time and sockets,
+    and closing a gloo group while another rank still sends in it is not safe.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    if _world.agreement is None or _world.agreement[0] is not default:
+        _world.agreement = (default, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
+    return _world.agreement[1]
 
 
 @dataclass
 class _World:
     users: int = 0
     started_here: bool = False
+    agreement: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # default group, and ours beside it
 
 
 _world = _World()
@@ -75,6 +90,32 @@ def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     if group is not None:
         dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
     return x
+
+
+def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None, *, mean_gradient: bool = False) -> torch.Tensor:
+    """Concatenate ``[L, ...]`` of every rank in rank order to ``[L * size, ...]``; every rank of ``group`` must call.
+
+    Backward sums (or averages) the gradients that the ranks have for one rank's rows, so it is a collective too.
+    """
+    if group is None:
+        return x
+    gathered: torch.Tensor = _GatherRows.apply(x, group, mean_gradient)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, mean_gradient: bool) -> torch.Tensor:
+        ctx.group, ctx.rows, ctx.mean_gradient = group, x.shape[0], mean_gradient
+        out = x.new_empty((x.shape[0] * group_size(group), *x.shape[1:]))
+        dist.all_gather_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        own = grad.new_empty((ctx.rows, *grad.shape[1:]))
+        dist.reduce_scatter_single(own, grad.contiguous(), group=ctx.group)
+        return (own.div_(group_size(ctx.group)) if ctx.mean_gradient else own), None, None
 
 
 def barrier(group: dist.ProcessGroup | None) -> None:

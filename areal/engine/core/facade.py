@@ -16,9 +16,10 @@ from torch import Tensor
 from areal.api.engine_api import EngineCompute, EngineTopology, LossFn, LossWeightFn
 from areal.engine.core.distributed import group_rank, group_size
 from areal.engine.core.loop import TrainLoop
+from areal.engine.core.offload import ResidencyFacade
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.utils import stats_tracker
-from areal.utils.errors import EngineError, UnsupportedFeatureError
+from areal.utils.errors import EngineError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -60,7 +61,7 @@ class TopologyFacade(EngineTopology):
         return self.groups.is_head
 
 
-class ComputeFacade(EngineCompute):
+class ComputeFacade(ResidencyFacade, EngineCompute):
     """Forward, backward and steps, done by ``loop``."""
 
     module: torch.nn.Module | None
@@ -77,6 +78,7 @@ class ComputeFacade(EngineCompute):
         """Switch dropout and gradient checkpointing on; returns the engine."""
         if self.module is None:
             raise _not_initialized(self)
+        self.onload()
         self.module.train(mode)
         return self
 
@@ -98,13 +100,15 @@ class ComputeFacade(EngineCompute):
 
         Returns: ``update_successful``, ``grad_norm`` before clipping, ``lr`` of this step, ``num_micro_batches``.
         """
-        return self.loop.train_batch(input_, loss_fn, loss_weight_fn, token_mask)
+        with self.working("train"):
+            return self.loop.train_batch(input_, loss_fn, loss_weight_fn, token_mask)
 
     def eval_batch(
         self, input_: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, token_mask: str | None = None
     ) -> Tensor | None:
         """Weighted mean loss without gradients, the same on every rank; arguments as ``train_batch``."""
-        return self.loop.eval_batch(input_, loss_fn, loss_weight_fn, token_mask)
+        with self.working("eval"):
+            return self.loop.eval_batch(input_, loss_fn, loss_weight_fn, token_mask)
 
     def forward_batch(
         self, input_: Any, output_seqlens: list[int] | None = None, aggregate_fn: Callable[..., Any] | None = None
@@ -118,18 +122,21 @@ class ComputeFacade(EngineCompute):
 
         Returns: list of ``[n_i, S_i]`` for a list, ``[n, S]`` for a padded dict, ``[T]`` for a ``PackedBatch``.
         """
-        return self.loop.forward_batch(input_)
+        with self.working("forward"):
+            return self.loop.forward_batch(input_)
 
     def forward_backward_batch(
         self, mb_list: Iterable[Any], process_output_fn: Callable[..., Any], forward_only: bool = False
     ) -> None:
         """Run ``process_output_fn(logits [T, V], packed_input)`` on each micro-batch, backward through its result."""
-        self.loop.forward_backward_batch(mb_list, process_output_fn, forward_only)
+        with self.working("forward" if forward_only else "train"):
+            self.loop.forward_backward_batch(mb_list, process_output_fn, forward_only)
 
     def optimizer_zero_grad(self) -> None:
         self.loop.optimizer.zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:
+        self.onload()
         return self.loop.optimizer.step()
 
     def lr_scheduler_step(self) -> None:
@@ -192,14 +199,6 @@ class ServiceFacade:
         from areal.engine.core.device_stats import DeviceRuntimeInfo
 
         return DeviceRuntimeInfo.get_current()
-
-    def onload(self) -> None:
-        """Raises UnsupportedFeatureError: offloading is not available."""
-        raise UnsupportedFeatureError("onload: offloading between phases is not available in this version")
-
-    def offload(self) -> None:
-        """Raises UnsupportedFeatureError: offloading is not available."""
-        raise UnsupportedFeatureError("offload: offloading between phases is not available in this version")
 
     def start_memory_profile(self, max_entries: int = 100_000) -> None:
         """Start recording allocations; does nothing on a CPU."""

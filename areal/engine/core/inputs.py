@@ -6,6 +6,7 @@ micro-batch, and the way back to the caller's form. Called by ``engine/core/loop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal.engine.core.distributed import padding_quantum
+from areal.engine.core.distributed import group_rank, group_size, padding_quantum
 from areal.utils.batch import MicroBatch, PackedBatch, pack, pad_packed, pad_to_multiple, scatter_rows, split_like
 from areal.utils.batch.split import split_micro_batches
+from areal.utils.errors import ArealError, DataError
 from areal.utils.seqpack import PackingError
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class ModelInput:
 
     Attributes:
         micro_batch: the real tokens, for the loss.
-        padded: what the model sees; the same batch, or with one fake sequence of padding at its end.
+        padded: what the model sees, on all ranks of the model group together; the same batch, or with one fake
+            sequence of padding at its end.
         filler: this rank had no rows left; the micro-batch only keeps collectives in step and has no loss.
     """
 
@@ -101,10 +104,11 @@ def prepare_batch(
 ) -> EngineBatch:
     """Pack ``source`` and cut it into as many micro-batches as every other rank; every rank must call.
 
-    A rank without rows gets filler micro-batches.
+    A rank without rows gets filler micro-batches. Ranks of one model group hold the same rows.
 
     Raises:
-        PackingError: the rows cannot be split as ``spec`` asks; see ``areal.utils.batch.allocate_rows``.
+        PackingError: the rows of some rank cannot be split as ``spec`` asks; see ``areal.utils.batch.allocate_rows``.
+        DataError: ranks of one model group hold different rows.
     """
     packed = None if _is_empty(source) else pack(source).to(device)
     if groups.cpu is None:
@@ -113,42 +117,84 @@ def prepare_batch(
         parts = split_micro_batches(packed, spec)
         agreed = len(parts)
     else:
-        parts, agreed = _split_in_step(packed, spec, groups.cpu)
+        parts, agreed = _split_in_step(packed, spec, groups, device)
     n_real = len(parts)
     filler = MicroBatch(_filler(device), [])
     parts = parts + [filler] * (agreed - n_real)
     limit = spec.max_tokens_per_mb if pad_to_maximum else None
     inputs = [
-        ModelInput(part, _pad(part.batch, device, limit), filler=index >= n_real) for index, part in enumerate(parts)
+        ModelInput(part, _pad(part.batch, device, groups, limit), filler=index >= n_real)
+        for index, part in enumerate(parts)
     ]
     return EngineBatch(source, packed if packed is not None else filler.batch, inputs)
 
 
-def as_model_input(item: Any, device: torch.device) -> ModelInput:
+def as_model_input(item: Any, device: torch.device, groups: ParallelGroups) -> ModelInput:
     """Wrap one micro-batch of a 1.x caller: a ``ModelInput``, ``MicroBatch``, ``PackedBatch`` or padded dict."""
     if isinstance(item, ModelInput):
         return item
     batch = item.batch if isinstance(item, MicroBatch) else item
     packed = pack(batch).to(device)
     indices = item.indices if isinstance(item, MicroBatch) else list(range(packed.n_sequences))
-    return ModelInput(MicroBatch(packed, indices), _pad(packed, device, None))
+    return ModelInput(MicroBatch(packed, indices), _pad(packed, device, groups, None))
+
+
+def own_slice(labels: Tensor, rows: Tensor, width: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Labels ``[width]`` and selected rows of this rank's slice of a row; labels of its padding are 0."""
+    start = group_rank(group) * width
+    own = labels.new_zeros(width)
+    part = labels[start : start + width]
+    own[: part.shape[0]] = part
+    return own, rows[(rows >= start) & (rows < start + width)] - start
 
 
 def _split_in_step(
-    packed: PackedBatch | None, spec: MicroBatchSpec, group: dist.ProcessGroup
+    packed: PackedBatch | None, spec: MicroBatchSpec, groups: ParallelGroups, device: torch.device
 ) -> tuple[list[MicroBatch], int]:
-    """Micro-batches of this rank (at most as many as it has rows for) and the number every rank must run."""
-    own = _try_split(packed, spec)
-    agreed = _agree_max(own, group)
-    if packed is not None and agreed > len(_raise_if_failed(own)):
-        n_mbs = min(agreed, packed.n_sequences // spec.granularity)
-        own = _try_split(packed, replace(spec, n_mbs=n_mbs))
-    # A second split can need even more than it was asked for (divisor, unlucky packing): agree on what is really there.
-    agreed = _agree_max(own, group)
-    return _raise_if_failed(own), agreed
+    """Micro-batches of this rank (at most as many as it has rows for) and the number every rank must run.
+
+    A rank with too few rows for ``n_mbs`` or ``n_mbs_divisor`` makes as many as it can, if another rank has enough.
+    """
+    assert groups.cpu is not None
+    limit = packed.n_sequences // spec.granularity if packed is not None else 0
+    strict = _differing_rows(packed, groups, device) or _try_split(packed, spec)
+    own = strict
+    if isinstance(strict, PackingError):
+        own = _try_split(packed, _at_most(spec, spec.n_mbs, limit))
+    wanted = _agree(own, strict, groups.cpu)
+    if limit and wanted > len(own := _raise_if_failed(own)):
+        own = _try_split(packed, _at_most(spec, wanted, limit))
+    # A second split can need even more than it was asked for (unlucky packing): agree on what is really there.
+    agreed = _agree(own, own, groups.cpu)
+    divisor = spec.n_mbs_divisor or 1
+    return _raise_if_failed(own), -(-agreed // divisor) * divisor
 
 
-def _try_split(packed: PackedBatch | None, spec: MicroBatchSpec) -> list[MicroBatch] | PackingError:
+def _at_most(spec: MicroBatchSpec, wanted: int | None, limit: int) -> MicroBatchSpec:
+    return replace(spec, n_mbs=max(1, min(wanted or 1, limit)), n_mbs_divisor=1)
+
+
+def _differing_rows(packed: PackedBatch | None, groups: ParallelGroups, device: torch.device) -> DataError | None:
+    """The error of ranks that should hold the same rows and do not; their collectives would not match."""
+    if groups.model is None:
+        return None
+    content = [0, 0, 0]
+    if packed is not None:
+        ids = packed.tokens["input_ids"].long()
+        place = torch.arange(1, ids.shape[0] + 1, device=ids.device)
+        content = [packed.n_sequences, packed.n_tokens, int((ids * place).sum())]
+    extremes = torch.tensor([content, [-x for x in content]], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=groups.model)
+    largest, smallest = extremes.tolist()
+    if largest == [-x for x in smallest]:
+        return None
+    return DataError(
+        f"this rank holds {content[0]} sequences of {content[1]} tokens, another rank of its model group other rows; "
+        "ranks that differ only in t or c must be given the same rows in the same order"
+    )
+
+
+def _try_split(packed: PackedBatch | None, spec: MicroBatchSpec) -> list[MicroBatch] | ArealError:
     """Split, or return the error: every rank must reach the collective before one of them raises."""
     if packed is None:
         return []
@@ -158,26 +204,44 @@ def _try_split(packed: PackedBatch | None, spec: MicroBatchSpec) -> list[MicroBa
         return exc
 
 
-def _raise_if_failed(split: list[MicroBatch] | PackingError) -> list[MicroBatch]:
-    if isinstance(split, PackingError):
+def _raise_if_failed(split: list[MicroBatch] | ArealError) -> list[MicroBatch]:
+    if isinstance(split, ArealError):
         raise split
     return split
 
 
-def _agree_max(split: list[MicroBatch] | PackingError, group: dist.ProcessGroup) -> int:
-    """Largest count over the ranks; raises on every rank when one could not split. One collective."""
-    failed = isinstance(split, PackingError)
-    pair = torch.tensor([0 if failed else len(_raise_if_failed(split)), int(failed)])
-    dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-    agreed, any_failed = pair.tolist()
-    _raise_if_failed(split)
-    if any_failed:
-        raise PackingError("another rank could not split its rows into micro-batches; see its error")
+def _agree(
+    split: list[MicroBatch] | ArealError, strict: list[MicroBatch] | ArealError, group: dist.ProcessGroup
+) -> int:
+    """Largest count over the ranks; one collective. Raises on every rank when one could not split its rows at all, or
+    none with rows could split them as strictly as asked."""
+    failed = isinstance(split, ArealError)
+    short = isinstance(strict, ArealError)
+    rank = dist.get_rank(group)
+    state = torch.tensor(
+        [
+            0 if failed else len(_raise_if_failed(split)),
+            rank + 1 if failed else 0,
+            rank + 1 if short else 0,
+            0 if short else len(_raise_if_failed(strict)),
+        ]
+    )
+    dist.all_reduce(state, op=dist.ReduceOp.MAX, group=group)
+    agreed, failed_rank, short_rank, strictly = state.tolist()
+    if failed_rank or (short_rank and not strictly):
+        _raise_if_failed(split)
+        _raise_if_failed(strict)
+        raise PackingError(
+            f"another rank (rank {(failed_rank or short_rank) - 1}) could not split its rows into micro-batches; see "
+            "its error. A single sequence above max_tokens_per_mb is the usual reason"
+        )
     return int(agreed)
 
 
-def _pad(batch: PackedBatch, device: torch.device, pad_to: int | None) -> PackedBatch:
-    quantum = padding_quantum(device)
+def _pad(batch: PackedBatch, device: torch.device, groups: ParallelGroups, pad_to: int | None) -> PackedBatch:
+    """The model's side: padded to what kernels want, and so that every rank of a model group gets an equal share."""
+    shares = group_size(groups.sequence) * group_size(groups.tensor)
+    quantum = math.lcm(padding_quantum(device), shares)
     if quantum == 1 and pad_to is None:
         return batch
     model_side = PackedBatch(
@@ -186,7 +250,7 @@ def _pad(batch: PackedBatch, device: torch.device, pad_to: int | None) -> Packed
         cu_seqlens=batch.cu_seqlens,
         lens=batch.lens,
     )
-    return pad_to_multiple(model_side, quantum, pad_to)[0]
+    return pad_to_multiple(model_side, quantum, None if pad_to is None else -(-pad_to // shares) * shares)[0]
 
 
 def _filler(device: torch.device) -> PackedBatch:

@@ -3,6 +3,10 @@
 In: hidden states ``[N, H]``, head weight ``[V, H]``, labels ``[N]``. Out: log-prob of each label and entropy of each
 distribution, float32 ``[N]``, differentiable in hidden states and weight. Called by ``engine/core/loop.py``.
 
+Under tensor parallelism the weight is a vocabulary shard ``[V / t, H]``: the largest logit, the sum of exponentials,
+the chosen logit and the entropy's sum are reduced over the ranks, twice per chunk. Backward needs no reduction: each
+rank has the gradient of its own logits, and its part of the hidden states' gradient (``gather_rows`` adds the parts).
+
 Backward recomputes each chunk's logits. For one row with z = logits / temperature, p = softmax(z), H = entropy:
 d logp[y] / dz = onehot(y) - p and dH / dz = -p (log p + H).
 """
@@ -13,7 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from areal.engine.core.distributed import gather_rows, group_rank
 
 CHUNK_ROWS = 1024
 CHUNK_ELEMENTS_CPU = 1 << 25  # 128 MiB of float32 logits
@@ -29,6 +36,13 @@ class TokenOutput:
     vocab_min_logits: Tensor
     vocab_max_logits: Tensor
 
+    def gather(self, group: dist.ProcessGroup, n_tokens: int) -> TokenOutput:
+        """Join the slices of the ranks of ``group`` and drop the padding behind ``n_tokens``; one collective."""
+        columns = [self.logprobs, self.entropy, self.vocab_min_logits, self.vocab_max_logits]
+        whole = gather_rows(torch.stack(columns, dim=1), group)[:n_tokens]
+        logprobs, entropy, low, high = whole.unbind(1)
+        return TokenOutput(logprobs, entropy, low.detach(), high.detach())
+
 
 def token_output(  # noqa: PLR0913 - the pieces of one formula
     hidden: Tensor,
@@ -37,16 +51,18 @@ def token_output(  # noqa: PLR0913 - the pieces of one formula
     rows: Tensor | None,
     temperature: float,
     source: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> TokenOutput:
     """Log-probs, entropy and logit range of ``labels`` at the selected rows.
 
     Args:
         hidden: ``[T, H]``, or ``[U, H]`` with ``source``.
-        head: ``[V, H]``.
+        head: ``[V, H]``, or this rank's equal share of its rows with ``group``.
         labels: int64 ``[T]``, the token that each position predicts.
         rows: int64 ``[N]`` positions to compute; None: all. The other positions get 0 and no gradient.
         temperature: logits are divided by it, > 0.
         source: int64 ``[T]``, row of ``hidden`` of each position; None when they are one to one.
+        group: ranks that hold the shards of ``head`` in rank order; every one must call with equal other arguments.
     """
     n_tokens = labels.shape[0]
     if rows is not None:
@@ -54,7 +70,9 @@ def token_output(  # noqa: PLR0913 - the pieces of one formula
         hidden = hidden.index_select(0, rows if source is None else source.index_select(0, rows))
     elif source is not None:
         hidden = hidden.index_select(0, source)
-    logprobs, entropy, low, high = _ChunkedHead.apply(hidden, head, labels, 1.0 / temperature)
+    logprobs, entropy, low, high = _ChunkedHead.apply(
+        hidden, head, _Labels(labels, head.shape[0], group), 1.0 / temperature
+    )
     if rows is not None:
         logprobs, entropy, low, high = (
             torch.zeros(n_tokens, dtype=x.dtype, device=x.device).index_copy(0, rows, x)
@@ -63,10 +81,50 @@ def token_output(  # noqa: PLR0913 - the pieces of one formula
     return TokenOutput(logprobs, entropy, low, high)
 
 
+class _Labels:
+    """Labels as rows of this rank's shard of the head."""
+
+    def __init__(self, labels: Tensor, shard_size: int, group: dist.ProcessGroup | None) -> None:
+        self.group, self.index = group, labels
+        self.inside: Tensor | None = None
+        if group is not None:
+            local = labels - group_rank(group) * shard_size
+            self.inside = (local >= 0) & (local < shard_size)
+            self.index = local.clamp(0, shard_size - 1)
+
+    def pick(self, z: Tensor, rows: slice) -> Tensor:
+        """The label's entry of each row of ``z [C, V]``; 0 where another rank holds it."""
+        chosen = z.gather(1, self.index[rows, None]).squeeze(1)
+        return chosen if self.inside is None else chosen.masked_fill_(~self.inside[rows], 0)
+
+    def add(self, z: Tensor, rows: slice, value: Tensor) -> Tensor:
+        """Add ``value [C]`` to the label's entry of each row, in place, where this rank holds it."""
+        if self.inside is not None:
+            value = value.masked_fill(~self.inside[rows], 0)
+        return z.scatter_add_(1, self.index[rows, None], value[:, None])
+
+    def extremes(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest logit of each row over all shards."""
+        low, high = z.amin(-1), z.amax(-1)
+        if self.group is None:
+            return low, high
+        pair = torch.stack((-low, high))
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.group)
+        return -pair[0], pair[1]
+
+    def summed(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Each value summed over all shards."""
+        if self.group is None:
+            return values
+        stacked = torch.stack(values)
+        dist.all_reduce(stacked, op=dist.ReduceOp.SUM, group=self.group)
+        return stacked.unbind(0)
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: _Labels, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         n_rows = hidden.shape[0]
         logprobs, log_sum, entropy, low, high = hidden.new_zeros((5, n_rows), dtype=torch.float32).unbind(0)
@@ -76,22 +134,22 @@ class _ChunkedHead(torch.autograd.Function):
         kept = None
         for start, stop in buffer.chunks():
             z = buffer.logits(start, stop, scale)
-            top = z.amax(-1)
-            torch.amin(z, -1, out=low[start:stop])
-            high[start:stop] = top
+            rows = slice(start, stop)
+            low[rows], high[rows] = labels.extremes(z)
+            top = high[rows]
             # From here on logits are relative to the row's largest one. H = log sum exp(z) - E_p[z].
             z.sub_(top[:, None])
-            chosen = z.gather(1, labels[start:stop, None]).squeeze(1)
+            chosen = labels.pick(z, rows)
             p = torch.exp(z, out=buffer.scratch(z))
-            total = p.sum(-1)
+            total, chosen, weighted = labels.summed(p.sum(-1), chosen, z.mul_(p).sum(-1))
             log_total = total.log()
-            log_sum[start:stop] = top + log_total
-            logprobs[start:stop] = chosen - log_total
-            entropy[start:stop] = log_total - z.mul_(p).sum(-1) / total
+            log_sum[rows] = top + log_total
+            logprobs[rows] = chosen - log_total
+            entropy[rows] = log_total - weighted / total
             if keep:
                 kept = p.div_(total[:, None])
-        ctx.save_for_backward(hidden, weight, labels, log_sum, entropy, kept)
-        ctx.scale = scale
+        ctx.save_for_backward(hidden, weight, log_sum, entropy, kept)
+        ctx.labels, ctx.scale = labels, scale
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(low, high)
         return logprobs, entropy, low, high
@@ -99,7 +157,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_logprobs, grad_entropy = grads[:2]
-        hidden, weight, labels, log_sum, entropy, kept = ctx.saved_tensors
+        hidden, weight, log_sum, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None and grad_entropy is None:
@@ -111,7 +169,9 @@ class _ChunkedHead(torch.autograd.Function):
             else:
                 p = buffer.logits(start, stop, ctx.scale).sub_(log_sum[start:stop, None]).exp_()
             rows = slice(start, stop)
-            dz = _logit_gradient(p, labels[rows], _rows(grad_logprobs, rows), _rows(grad_entropy, rows), entropy[rows])
+            dz = _logit_gradient(p, _rows(grad_logprobs, rows), _rows(grad_entropy, rows), entropy[rows])
+            if grad_logprobs is not None:
+                ctx.labels.add(dz, rows, grad_logprobs[rows])
             dz = dz.mul_(ctx.scale).to(hidden.dtype) if ctx.scale != 1.0 else dz.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(dz, weight, out=grad_hidden[start:stop])
@@ -155,21 +215,15 @@ class _ChunkBuffer:
         return self._scratch[: like.shape[0]]
 
 
-def _logit_gradient(
-    p: Tensor, labels: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
-) -> Tensor:
-    """Gradient of a chunk's scaled logits, ``[C, V]``; overwrites the probabilities ``p`` where it can."""
+def _logit_gradient(p: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+    """Gradient of a chunk's scaled logits ``[C, V]`` but for the label's own; overwrites the probabilities ``p``."""
     if grad_entropy is None:
         assert grad_logprobs is not None
-        g = grad_logprobs[:, None]
-        return p.mul_(-g).scatter_add_(1, labels[:, None], g)
+        return p.mul_(-grad_logprobs[:, None])
     # clamp: p underflows to 0 for hopeless tokens, and p log p must be 0 there.
     log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log_()
     dz = log_p.add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
-    if grad_logprobs is not None:
-        g = grad_logprobs[:, None]
-        dz.sub_(p.mul_(g)).scatter_add_(1, labels[:, None], g)
-    return dz
+    return dz if grad_logprobs is None else dz.sub_(p.mul_(grad_logprobs[:, None]))
 
 
 def _rows(x: Tensor | None, rows: slice) -> Tensor | None:

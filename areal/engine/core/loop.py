@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from areal.engine.core.distributed import all_reduce_sum, group_size
-from areal.engine.core.inputs import EngineBatch, ModelInput, Trajectories, as_model_input, prepare_batch
+from areal.engine.core.failure_capture import StepWatcher, TrainCall
+from areal.engine.core.inputs import EngineBatch, ModelInput, Trajectories, as_model_input, own_slice, prepare_batch
 from areal.engine.core.lm_head import TokenOutput, token_output
 from areal.engine.core.runner import ForwardBackwardRunner, LmOutput
 from areal.utils import logging
@@ -55,6 +56,7 @@ class TrainLoop:
     ) -> None:
         self.config, self.runner, self.groups, self.device = config, runner, groups, device
         self._optimizer = optimizer
+        self.watcher: StepWatcher | None = None  # sees every step before the weights change
 
     @property
     def optimizer(self) -> ClippedOptimizer:
@@ -78,13 +80,18 @@ class TrainLoop:
         factor = group_size(self.groups.loss) / total
         token_loss = _TokenLoss(self, loss_fn, token_mask)
         remaining = iter(weights)
+        call = TrainCall(input_, loss_fn, weight_fn, token_mask)
+        probe = self.watcher.start(call, total) if self.watcher is not None else None
 
         def scaled_loss(output: LmOutput, model_input: ModelInput) -> Tensor:
             weight = next(remaining)
-            return token_loss(output, model_input, weight) * (weight * factor)
+            loss = token_loss(output, model_input, weight)
+            if probe is not None:
+                probe.add(loss, weight)
+            return loss * (weight * factor)
 
         self.runner.run(batch.inputs, scaled_loss, forward_only=False)
-        return {**optimizer.step(), **counts}
+        return {**optimizer.step(probe.inspect if probe is not None else None), **counts}
 
     def eval_batch(
         self, input_: Trajectories, loss_fn: TokenLossFn, weight_fn: LossWeightFn, token_mask: str | None = None
@@ -121,7 +128,7 @@ class TrainLoop:
         forward_only: bool,
     ) -> None:
         """Call ``process(logits [T, V], packed_input)`` on each micro-batch; backward through its loss."""
-        inputs = [as_model_input(item, self.device) for item in micro_batches]
+        inputs = [as_model_input(item, self.device, self.groups) for item in micro_batches]
         self.runner.run(
             inputs, lambda output, item: process(output.logits, item.batch.as_loss_input()), forward_only=forward_only
         )
@@ -131,7 +138,13 @@ class TrainLoop:
         key = None if model_input.filler else token_mask
         rows = model_input.predicting_rows(key)
         labels, temperature = model_input.next_tokens(), self.config.temperature
-        return token_output(output.hidden, output.head, labels, rows, temperature, output.source)
+        sequence, tensor = self.groups.sequence, self.groups.tensor
+        if sequence is None:
+            return token_output(output.hidden, output.head, labels, rows, temperature, output.source, tensor)
+        width = output.hidden.shape[0]
+        labels, rows = own_slice(labels, rows, width, sequence)
+        tokens = token_output(output.hidden, output.head, labels, rows, temperature, None, tensor)
+        return tokens.gather(sequence, model_input.batch.n_tokens)
 
     def _prepare(self, input_: Trajectories) -> EngineBatch:
         config = self.config

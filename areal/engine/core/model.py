@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal.api.config.fields import is_default
+from areal.engine.core.distributed import gather_rows, group_rank, group_size
+from areal.engine.core.empty_model import empty_causal_lm
+from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.shared_prefix import find_shared_prefixes
 from areal.models.transformers.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from areal.utils import logging
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from areal.api.cli_args import TrainEngineConfig
     from areal.engine.core.inputs import ModelInput
 
@@ -37,8 +43,9 @@ class CausalLm:
     """A causal LM as core sees it: packed row in, hidden states out, plus the weight of its head."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        """Args: ``module`` is trained in place; sharding it afterwards is fine."""
+        """Args: ``module`` is trained in place; sharding it afterwards is fine, then ``groups`` says over whom."""
         self.module = module
+        self.groups = ParallelGroups()
         self._has_dropout = float(getattr(module.config, "attention_dropout", 0.0) or 0.0) > 0 or any(
             isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()
         )
@@ -48,23 +55,28 @@ class CausalLm:
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the output head, ``[V, H]``; under FSDP valid between forward and backward."""
-        return self.module.get_output_embeddings().weight
+        """Weight of the output head, ``[V, H]`` or this rank's rows; under FSDP valid from forward to backward."""
+        weight: Tensor = self.module.get_output_embeddings().weight
+        return weight.to_local() if isinstance(weight, DTensor) else weight
 
     def hidden_states(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
         """Last hidden states of a micro-batch, and where each real token finds its own.
 
         Returns: ``[T, H]`` of the real tokens and None; or ``[U, H]`` of the distinct ones and the ``[T]`` rows in it,
-            where sequences share prompts (see ``shared_prefix``).
+            where sequences share prompts (see ``shared_prefix``). Under sequence parallelism this rank's slice of the
+            padded row, ``[T_padded / c, H]``, and None.
         """
         padded = model_input.padded
-        tokens = {key: padded.tokens[key] for key in ("input_ids", "position_ids")}
+        tokens = {key: self._own_slice(padded.tokens[key]) for key in ("input_ids", "position_ids")}
         sharing = find_shared_prefixes(model_input.batch) if self._may_share(model_input) else None
         extra: dict[str, Any] = {}
         if sharing is not None:
             tokens = {key: sharing.compress(value) for key, value in tokens.items()}
             extra["prefix_sharing"] = sharing
+        if self.groups.sequence is not None:
+            extra["sequence_group"] = self.groups.sequence
         hidden = self.module.lm_hidden_states(
+            tensor_group=self.groups.tensor,
             input_ids=tokens["input_ids"].unsqueeze(0),
             position_ids=tokens["position_ids"].unsqueeze(0),
             cu_seq_lens_q=padded.cu_seqlens,
@@ -72,13 +84,19 @@ class CausalLm:
             max_length_q=padded.max_seqlen,
             max_length_k=padded.max_seqlen,
             **extra,
-        )[0]
+        ).flatten(0, -2)
         if sharing is not None:
             return hidden, sharing.source
-        return hidden[: model_input.batch.n_tokens], None
+        return (hidden if self.groups.sequence is not None else hidden[: model_input.batch.n_tokens]), None
+
+    def _own_slice(self, tokens: Tensor) -> Tensor:
+        group = self.groups.sequence
+        return tokens if group is None else tokens.chunk(group_size(group))[group_rank(group)]
 
     def _may_share(self, model_input: ModelInput) -> bool:
         """Whether equal prefixes give equal states: our attention, which knows both layouts, and no dropout."""
+        if self.groups.model is not None:
+            return False
         if self.module.config._attn_implementation != VARLEN_ATTENTION or model_input.padded is not model_input.batch:
             return False
         return not (self.module.training and self._has_dropout)
@@ -88,8 +106,12 @@ class CausalLm:
         return self.module.named_parameters()
 
 
-def build_causal_lm(config: TrainEngineConfig, dtype: torch.dtype, device: torch.device) -> CausalLm:
+def build_causal_lm(
+    config: TrainEngineConfig, dtype: torch.dtype, device: torch.device, *, empty: bool = False
+) -> CausalLm:
     """Load (or initialise) the model of ``config`` with parameters of ``dtype`` on ``device``.
+
+    With ``empty`` the parameters are on the meta device, for the backend to shard and fill.
 
     Raises:
         ConfigError: the path is empty or is no causal LM, or the attention cannot run on the device.
@@ -100,12 +122,14 @@ def build_causal_lm(config: TrainEngineConfig, dtype: torch.dtype, device: torch
     attention = resolve_attention(config.attn_impl, device, compute_dtype, training=config.optimizer is not None)
     if not config.path:
         raise ConfigError("path is empty; set it to a Hugging Face model directory or hub id")
-    if config.init_from_scratch:
+    if empty:
+        module = empty_causal_lm(config.path, attention, dtype, device)
+    elif config.init_from_scratch:
         hf_config = AutoConfig.from_pretrained(config.path)
         module = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=dtype)
     else:
         module = AutoModelForCausalLM.from_pretrained(config.path, attn_implementation=attention, dtype=dtype)
-    module = module.to(device)
+    module = module if empty else module.to(device)
     if config.disable_dropout:
         _disable_dropout(module)
     if config.gradient_checkpointing:
@@ -142,8 +166,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def _hidden_states(self: PreTrainedModel, **inputs: Any) -> Tensor:
-    return self.base_model(**inputs, attention_mask=None, use_cache=False).last_hidden_state
+def _hidden_states(self: PreTrainedModel, *, tensor_group: dist.ProcessGroup | None, **inputs: Any) -> Tensor:
+    hidden: Tensor = self.base_model(**inputs, attention_mask=None, use_cache=False).last_hidden_state
+    # Between the layers each tensor-parallel rank has a share of the tokens; the head needs them all.
+    return hidden if tensor_group is None else gather_rows(hidden[0], tensor_group)
 
 
 def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> str | None:
@@ -168,7 +194,7 @@ def _refuse_later_features(config: TrainEngineConfig) -> None:
         "use_lora": "LoRA",
         "enable_tree_training": "tree training",
         "use_kernels": "hub kernels",
-        "offload": "offloading between phases",
+        "offload": "offloading by itself (call offload() and onload())",
     }
     for name, feature in refused.items():
         if getattr(config, name):

@@ -17,8 +17,10 @@ class ParallelGroups:
         data: ranks that hold different rows.
         loss: ranks over which loss weights are summed; gradients are averaged over as many.
         model: ranks that share this rank's rows (sequence, tensor and pipeline parallel).
+        sequence: ranks that each hold a contiguous slice of these rows' tokens.
+        tensor: ranks that each hold a vocabulary shard of the output head (and a shard of every projection).
         pp: pipeline stages of these rows.
-        grad_norm: ranks that hold different shards of the parameters.
+        grad_norm: ranks that hold different shards of the parameters; what several of them hold is counted once.
         cpu: all ranks, over gloo; agrees on micro-batch counts and guards checkpoint files.
         is_head: this rank owns the rows of its model group.
         result_rank: global rank, within the model group, that ends up with losses and log-probs.
@@ -27,6 +29,8 @@ class ParallelGroups:
     data: dist.ProcessGroup | None = None
     loss: dist.ProcessGroup | None = None
     model: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
     grad_norm: dist.ProcessGroup | None = None
     cpu: dist.ProcessGroup | None = None

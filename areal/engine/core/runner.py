@@ -7,13 +7,15 @@ Called by ``engine/core/loop.py``; pipelined runners stand beside their backend 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from areal.engine.core.distributed import gather_rows
 from areal.engine.core.inputs import ModelInput
+from areal.engine.core.parallel_dims import ParallelGroups
 
 if TYPE_CHECKING:
     from areal.engine.core.model import CausalLm
@@ -24,20 +26,32 @@ class LmOutput:
     """What a model gives for one micro-batch.
 
     Attributes:
-        hidden: last hidden states of the real tokens, ``[T, H]``; of the distinct ones where prompts are shared.
-        head: weight of the output head, ``[V, H]``.
+        hidden: last hidden states of the real tokens, ``[T, H]``; of the distinct ones where prompts are shared; of
+            this rank's slice of the padded row under sequence parallelism.
+        head: weight of the output head, ``[V, H]``; this rank's vocabulary shard under tensor parallelism.
         source: int64 ``[T]``, row of ``hidden`` of each real token; None when they are one to one.
+        groups: who holds the other slices and shards.
+        n_tokens: real tokens T.
     """
 
     hidden: Tensor
     head: Tensor
     source: Tensor | None = None
+    groups: ParallelGroups = field(default_factory=ParallelGroups)
+    n_tokens: int | None = None
 
     @property
     def logits(self) -> Tensor:
-        """Full logits ``[T, V]`` in the compute dtype, made on every access: for tests and 1.x callbacks."""
+        """Full logits ``[T, V]`` in the compute dtype, made on every access: for tests and 1.x callbacks.
+
+        Every rank of the model group must ask for them.
+        """
         hidden = self.hidden if self.source is None else self.hidden.index_select(0, self.source)
-        return hidden @ self.head.t()
+        logits = hidden @ self.head.t()
+        if self.groups.tensor is not None:
+            # Every rank goes on with equal logits, so their gradients are equal too: average what backward sums.
+            logits = gather_rows(logits.t().contiguous(), self.groups.tensor, mean_gradient=True).t()
+        return gather_rows(logits, self.groups.sequence)[: self.n_tokens]
 
 
 ProcessOutput = Callable[[LmOutput, ModelInput], Tensor | None]
@@ -64,7 +78,9 @@ class SequentialRunner:
             for model_input in inputs:
                 with torch.set_grad_enabled(not forward_only):
                     hidden, source = self.model.hidden_states(model_input)
-                    loss = process(LmOutput(hidden, self.model.head_weight, source), model_input)
+                    head, groups = self.model.head_weight, self.model.groups
+                    output = LmOutput(hidden, head, source, groups, model_input.batch.n_tokens)
+                    loss = process(output, model_input)
                 if loss is not None and not forward_only:
                     loss.backward()
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import math
+
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -13,3 +15,13 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
         return None
     local = grad.to_local() if isinstance(grad, DTensor) else grad
     return local.float()
+
+
+def shard_copies(module: nn.Module) -> dict[str, int]:
+    """Ranks that hold each parameter's local shard; norms and some biases are whole on every tensor-parallel rank."""
+    copies = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            copies[name] = math.prod(size for placement, size in sizes if placement.is_replicate())
+    return copies

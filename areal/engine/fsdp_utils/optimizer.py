@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal.engine.core.optimizer import MasterShards, ParamShards, PlainShards
+from areal.engine.core.optimizer import LowPrecisionShards, MasterShards, ParamShards, PlainShards
 from areal.engine.fsdp_utils.grad import local_gradient
 
 __all__ = ["DTensorShards", "build_shards"]
@@ -37,7 +37,10 @@ class DTensorShards:
 
 
 def build_shards(module: torch.nn.Module, dtype: torch.dtype, *, sharded: bool) -> ParamShards:
-    """Shards of ``module``, whose parameters are float32, for compute in ``dtype``."""
+    """Shards of ``module`` for compute in ``dtype``; its parameters are float32, or of ``dtype`` for adam_bf16."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if any(parameter.dtype != torch.float32 for parameter in trained.values()):
+        return LowPrecisionShards({n: (p, p.to_local() if isinstance(p, DTensor) else p) for n, p in trained.items()})
     if sharded:
         return DTensorShards(module)
     if dtype == torch.float32:
