@@ -106,12 +106,12 @@ def make_batch(lengths: tuple[int, ...], vocabulary: int) -> PackedBatch:
     return batch.with_tokens(loss_mask=roll_packed(batch.tokens["loss_mask"], batch.cu_seqlens))
 
 
-def engine_step(path: str, batch: PackedBatch) -> Callable[[], float]:
+def engine_step(path: str, batch: PackedBatch, backend: str = "fsdp:d1") -> Callable[[], float]:
     """A function that takes one engine step and returns its seconds."""
     config = TrainEngineConfig(
         experiment_name="bench",
         trial_name="bench",
-        backend="fsdp:d1",
+        backend=backend,
         path=path,
         dtype="float32",
         optimizer=OptimizerConfig(gradient_clipping=1.0, **ADAM),

@@ -21,7 +21,7 @@ from tests.fakes import save_tiny_model
 WORKFLOW = "areal.workflow.rlvr.RLVRWorkflow"
 REWARD = "tests.trainer_runs.digit_share"
 # Statistics that depend on the clock, not on the seed.
-CLOCK_PREFIXES = ("timeperf/", "ledger/", "throughput/")
+CLOCK_PREFIXES = ("timeperf/", "ledger/", "throughput/", "memory/")
 
 RL_BASE = """
 experiment_name: tests

@@ -50,7 +50,7 @@ def _is_given(value: Any) -> bool:
 
 ROOT = (
     Missing("allocation_mode", "SPMD launchers are not available; set actor.backend and rollout.backend", bool),
-    Missing("enable_offload", "models cannot leave the device between phases; set it to false", _is_true),
+    Missing("enable_offload", "trainers do not take turns with offload() and onload(); set it to false", _is_true),
     Missing("memory_profiler", "device memory snapshots are not available; set it to null", _is_given),
     Missing("critic", "value models are not available; set it to null (GRPO needs none)", _is_given),
     Missing("teacher", "distillation is not available; set it to null", _is_given),
@@ -65,21 +65,15 @@ ROOT = (
 )
 TRAIN = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
-    Missing("offload", "models cannot leave the device between phases; set it to false", _is_true),
+    Missing("offload", "trainers do not call engine.offload() between phases; set it to false", _is_true),
     Missing("use_lora", "LoRA is not available; set it to false", _is_true),
     Missing("enable_tree_training", "prefix-tree training is not available; set it to false", _is_true),
     Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
     Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
     Missing("weight_update_mode", "inline runs copy weights in the process; use auto", lambda v: v != "auto"),
-    Missing("optimizer.type", "use adam or sgd", lambda v: v == "adam_bf16"),
     Missing("is_critic", "value heads are not available; set it to false", _is_true),
 )
-FSDP = (
-    Missing("fsdp.offload_params", "keeping parameters in host memory is not available; set it to false", _is_true),
-    Missing("fsdp.memory_efficient_load", "loading on rank 0 only is not available; set it to false", _is_true),
-    Missing("fsdp.per_layer_optim_step", "streaming optimizer states is not available; set it to false", _is_true),
-    Missing("fsdp.shard_vision_across_sp", "sequence parallelism is not available; set it to false", _is_true),
-)
+FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; set it to false", _is_true),)
 PPO = (
     Missing("use_sapo_loss", "SAPO is not available; set it to false", _is_true),
     Missing("m2_threshold", "M2PO is not available; set it to null", _is_given),
