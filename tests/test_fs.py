@@ -197,3 +197,16 @@ def test_temporary_env_restores(monkeypatch):
         assert environ.get_env("AREAL_B") == "new"
     assert environ.get_env("AREAL_A") == "old"
     assert environ.get_env("AREAL_B") is None
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_publish_directory_replaces_an_older_one_and_leaves_nothing(tmp_path, monkeypatch, can_swap):
+    if not can_swap:  # a file system, or a system, without an exchange of names
+        monkeypatch.setattr(fs, "_swap", lambda first, second: False)
+    for content in ("old", "new"):
+        aside = fs.aside_path(tmp_path / "out")
+        aside.mkdir()
+        (aside / content).write_text(content)
+        fs.publish_directory(aside, tmp_path / "out")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["new"]

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from areal.api.config.logging import StatsLoggerConfig
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta, StepInfo
+from areal.utils import recover
 from areal.utils.evaluator import Evaluator
 from areal.utils.recover import InValidRecoverInfo, RecoverHandler, RecoverInfo, check_if_recover, recover_points
 from areal.utils.saver import Saver
@@ -310,3 +311,10 @@ class RankEngine:
 
 def test_dump_and_load_two_ranks_share_one_directory(tmp_path):
     mp.spawn(_rank_main, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+
+
+def test_loader_state_of_a_new_rank_is_the_common_cursor_or_an_error(monkeypatch):
+    monkeypatch.setattr(recover.ranks, "global_rank", lambda: 3)
+    assert recover._state_of_rank([{"step": 4}, {"step": 4}]) == {"step": 4}
+    with pytest.raises(InValidRecoverInfo, match="loader states of 2 ranks, this is rank 3"):
+        recover._state_of_rank([{"step": 4}, {"step": 5}])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from areal.api.config.timers import SaverConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
+from areal.utils.errors import CheckpointError
 from areal.utils.saver import Saver
 
 SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=8, train_batch_size=2)  # 4 steps per epoch
@@ -108,10 +111,81 @@ def test_state_dict_roundtrip_keeps_the_rhythm(tmp_path):
     assert second.save(FileEngine(), 0, 2, 2)
 
 
-def test_save_async_mode_warns_and_saves_synchronously(tmp_path, caplog):
+class StagingEngine(FileEngine):
+    """Writes its snapshot when ``release`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = "v0"
+        self.release = threading.Event()
+
+    def stage_save(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        snapshot = self.weights
+
+        def write() -> None:
+            assert self.release.wait(10)
+            if self.fail:
+                raise OSError("disk full")
+            Path(meta.path, "model.safetensors").write_text(snapshot)
+
+        return write
+
+
+def test_save_async_returns_before_the_checkpoint_is_there(tmp_path):
+    saver, engine = _saver(tmp_path, freq_steps=1, mode="async"), StagingEngine()
+
+    path = Path(saver.save(engine, 0, 0, 0))
+    engine.weights = "v1"
+    assert saver.is_async
+    assert not path.exists()
+    engine.release.set()
+    saver.finalize()
+
+    assert (path / "model.safetensors").read_text() == "v0"
+    assert json.loads((path / "manifest.json").read_text())["global_step"] == 0
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-writer")]
+
+
+def test_save_async_second_waits_for_the_first_of_the_same_engine(tmp_path):
+    saver, actor, critic = _saver(tmp_path, freq_steps=1, mode="async"), StagingEngine(), StagingEngine()
+    first = saver.save(actor, 0, 0, 0)
+    saver.save(critic, 0, 0, 0, name="critic")  # has a snapshot of its own: nothing to wait for
+
+    second = []
+    thread = threading.Thread(target=lambda: second.append(saver.save(actor, 0, 1, 1)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    actor.release.set()
+    critic.release.set()
+    thread.join(10)
+    assert Path(first).is_dir()  # complete when the second snapshot was taken
+    saver.finalize()
+    assert Path(second[0]).is_dir()
+
+
+@pytest.mark.parametrize("surfaces_at", ["save", "close"])
+def test_save_async_failure_surfaces_at_the_next_call_and_leaves_nothing(tmp_path, surfaces_at):
+    saver, engine = _saver(tmp_path, freq_steps=1, mode="async"), StagingEngine()
+    engine.fail = True
+    engine.release.set()
+    path = Path(saver.save(engine, 0, 0, 0))
+
+    with pytest.raises(CheckpointError, match=f"{path.name}, written in the background, failed: disk full"):
+        saver.finalize() if surfaces_at == "close" else saver.save(engine, 0, 1, 1)
+
+    assert list(path.parent.iterdir()) == []
+    engine.fail = False
+    saver.save(engine, 0, 1, 1)  # the failure is reported once
+    saver.finalize()
+
+
+def test_save_async_engine_without_snapshots_saves_synchronously(tmp_path, caplog):
     saver = _saver(tmp_path, freq_steps=1, mode="async")
-    assert "saver.mode=async" in caplog.text
-    assert not saver.is_async
+    path = saver.save(FileEngine(), 0, 0, 0)
+    assert Path(path).is_dir()
+    assert "FileEngine can only save synchronously" in caplog.text
 
 
 def test_paths_missing_part_is_refused():

@@ -7,6 +7,7 @@ Called by the saver, recover handler, stats logger and trainers. Local and NFS f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
@@ -22,6 +23,7 @@ PathLike = str | os.PathLike[str]
 
 _MISSING = ("", "???", "None")  # "???" is how the configuration marks a value that must be given
 _ASIDE = ".aside-"  # in the name of everything that is not complete yet, or no longer
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 def get_log_path(fileroot: PathLike, experiment_name: str, trial_name: str) -> Path:
@@ -115,9 +117,17 @@ def aside_path(target: PathLike, token: str | None = None) -> Path:
 
 
 def publish_directory(aside: PathLike, target: PathLike) -> None:
-    """Fsync everything under ``aside`` and rename it to ``target``; an existing target is replaced and removed."""
+    """Fsync everything under ``aside`` and rename it to ``target``; an existing target is replaced and removed.
+
+    Where the system can swap two names (Linux), ``target`` is complete at every moment; elsewhere it is missing between
+    two renames.
+    """
     final = Path(target)
     fsync_tree(aside)
+    if final.exists() and _swap(Path(aside), final):
+        _fsync_path(final.parent)
+        remove_tree(aside)
+        return
     old = aside_path(final) if final.exists() else None
     if old is not None:
         os.rename(final, old)
@@ -168,12 +178,27 @@ def remove_tree(path: PathLike) -> None:
         shutil.rmtree(path)
 
 
+def fsync_file(path: PathLike) -> None:
+    """Flush one file to the disk; for ranks on other machines, whose writes the publishing rank cannot flush."""
+    _fsync_path(Path(path))
+
+
 def fsync_tree(path: PathLike) -> None:
     """Flush every file and directory under ``path`` to the disk."""
     for directory, _, files in os.walk(path):
         for name in files:
             _fsync_path(Path(directory, name))
         _fsync_path(Path(directory))
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    done: int = renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
+    return done == 0
 
 
 def _fsync_path(path: Path) -> None:

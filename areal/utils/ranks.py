@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from areal.utils import environ
+from areal.utils.errors import ArealError
 
 if TYPE_CHECKING:
     import torch
@@ -64,3 +67,39 @@ def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     blobs = [torch.zeros(max(lengths), dtype=torch.uint8, device=device) for _ in range(n_ranks)]
     torch.distributed.all_gather(blobs, mine.to(device), group=group)
     return [json.loads(blob[:length].cpu().numpy().tobytes()) for blob, length in zip(blobs, lengths, strict=True)]
+
+
+@contextmanager
+def together(
+    what: str, error: type[ArealError], group: ProcessGroup | None = None, *, alone: bool = False
+) -> Iterator[None]:
+    """Run a block in which one rank may fail alone; then every rank raises, so that none waits for it.
+
+    The block must not skip collectives on the rank that fails. Every rank of ``group`` must enter.
+
+    Args:
+        what: start of the message, such as ``"/ckpt could not be written"``.
+        error: class that other exceptions than ours become, and that the ranks raise which did not fail themselves.
+        group: default: all ranks.
+        alone: this process has no partners here, whatever groups exist.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001 - raised below, on every rank
+        failure = exc
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    told: list[str | None] = [mine]
+    if not alone:
+        try:
+            told = gather_json(mine, group)
+        except RuntimeError as exc:  # a rank was killed; what failed here is the better reason
+            if failure is None:
+                raise error(f"{what}: another rank is gone: {exc}") from exc
+    if isinstance(failure, ArealError):
+        raise failure
+    if failure is not None:
+        raise error(f"{what}: {mine}") from failure
+    for rank, message in enumerate(told):
+        if message is not None:
+            raise error(f"{what}: rank {rank}: {message}")

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from areal.api.io_struct import SaveLoadMeta, StepInfo
 from areal.utils import fs, logging, ranks
-from areal.utils.errors import ArealError, RecoverInfoError
+from areal.utils.errors import ArealError, CheckpointError, RecoverInfoError
 from areal.utils.manifest import write_manifest
 from areal.utils.plain_json import decode, encode
 from areal.utils.timeutil import EpochStepTimeFreqCtl, StepTracker
@@ -248,22 +249,29 @@ class RecoverHandler:
         target = _points_root(self.config) / f"globalstep{step}"
         aside = fs.aside_path(target, _ASIDE_TOKEN)
         first = ranks.is_first_rank()
-        if first:
-            _clean(target.parent)
-            for name in engines:
-                (aside / name).mkdir(parents=True)
-        ranks.barrier()
-        for name, one in engines.items():
-            meta.path = str(aside / name)
-            one.save(meta)
-        ranks.barrier()
-        if first:
-            info.dump(aside / INFO_DIR)
-            write_manifest(aside, self.manifest, global_step=step)
-            fs.publish_directory(aside, target)
-            self._after_publish(target, list(engines))
-            logger.info("recover point of step %d written to %s", step, target)
-        ranks.barrier()
+        with ranks.together(f"recover point {target}", CheckpointError):
+            if first:
+                _clean(target.parent)
+                for name in engines:
+                    (aside / name).mkdir(parents=True)
+        try:
+            for name, one in engines.items():
+                meta.path = str(aside / name)
+                one.save(meta)
+            with ranks.together(f"recover point {target} could not be written", CheckpointError):
+                if first:
+                    info.dump(aside / INFO_DIR)
+                    write_manifest(aside, self.manifest, global_step=step)
+                    fs.publish_directory(aside, target)
+        except BaseException:
+            if first:
+                with suppress(OSError):  # the reason of the failure is worth more than this one
+                    fs.remove_tree(aside)
+            raise
+        with ranks.together(f"recover points older than {target}", CheckpointError):
+            if first:
+                self._after_publish(target, list(engines))
+                logger.info("recover point of step %d written to %s", step, target)
         return str(target)
 
     def _after_publish(self, target: Path, names: list[str]) -> None:
@@ -335,6 +343,8 @@ def _points_root(config: RecoverConfig) -> Path:
 
 def _state_of_rank(states: list[Any]) -> dict[str, Any]:
     rank, n_ranks = ranks.global_rank(), len(states)
+    if rank >= n_ranks and all(state == states[0] for state in states):
+        rank = 0  # one cursor for everybody: it means the same with another number of ranks
     if rank >= n_ranks:
         raise RecoverInfoError(
             f"the recover point has loader states of {n_ranks} ranks, this is rank {rank}; "

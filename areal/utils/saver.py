@@ -1,17 +1,22 @@
 """Writes Hugging Face checkpoints when due: the trainer calls ``save`` once per step and engine, after the update.
 
 A checkpoint is ``{save root}/{name}/epoch{e}epochstep{s}globalstep{g}/``, complete from the moment it has that name:
-it is written aside, fsynced and renamed. Each holds a ``manifest.json``. The class also knows where checkpoints are.
+it is written aside, fsynced and renamed. Each holds a ``manifest.json``. With ``mode: async`` the step waits only for a
+copy of the weights to host memory. The class also knows where checkpoints are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal.api.io_struct import SaveLoadMeta
 from areal.utils import fs, logging, ranks
+from areal.utils.background import BackgroundWriter
+from areal.utils.errors import CheckpointError
 from areal.utils.manifest import write_manifest
 from areal.utils.timeutil import EpochStepTimeFreqCtl, StepTracker
 
@@ -36,6 +41,15 @@ class SavableEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class StagedEngine(SavableEngine, Protocol):
+    """An engine that can write a snapshot while it trains."""
+
+    def stage_save(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        """Copy to host memory what ``save`` would write; the returned function writes it. Every rank calls both."""
+        ...
+
+
 class Saver:
     """Saves engines at the configured frequency.
 
@@ -52,13 +66,12 @@ class Saver:
         self.ft_spec = ft_spec
         self.manifest = dict(manifest or {})
         self._tracker = StepTracker(EpochStepTimeFreqCtl(config.freq_epochs, config.freq_steps, config.freq_secs))
-        if config.mode == "async":
-            logger.warning("saver.mode=async: this engine saves synchronously; training waits for each checkpoint")
+        self._writer = BackgroundWriter() if config.mode == "async" else None
 
     @property
     def is_async(self) -> bool:
         """Whether a save may still be under way when ``save`` returns."""
-        return False
+        return self._writer is not None
 
     def save(  # noqa: PLR0913 - public signature
         self,
@@ -87,7 +100,10 @@ class Saver:
             force: save now, due or not (the last step of a run).
 
         Returns:
-            The checkpoint's directory, or None when nothing was due.
+            The checkpoint's directory, or None when nothing was due. With ``mode: async`` it appears later.
+
+        Raises:
+            CheckpointError: this checkpoint, or an earlier one written in the background, failed; on every rank.
         """
         due = self._tracker.due(step, global_step, self.ft_spec.steps_per_epoch)
         if not (due or force):
@@ -101,11 +117,19 @@ class Saver:
             processor=processor,
             base_model_path=base_model_path,
         )
-        save_directory(
-            engine, meta, target, {**self.manifest, "epoch": epoch, "step": step, "global_step": global_step}
-        )
+        manifest = {**self.manifest, "epoch": epoch, "step": step, "global_step": global_step}
+        if self._writer is not None and isinstance(engine, StagedEngine):
+            with ranks.together("an earlier checkpoint failed", CheckpointError):
+                self._writer.wait(name)  # one snapshot per engine: the second save waits for the first
+            self._writer.submit(name, target, stage_directory(engine, meta, target, manifest))
+        else:
+            if self._writer is not None:
+                logger.warning(
+                    "saver.mode=async: %s can only save synchronously; training waits", type(engine).__name__
+                )
+            save_directory(engine, meta, target, manifest)
         if ranks.is_first_rank():
-            logger.info("saved %s of step %d to %s", name, global_step, target)
+            logger.info("%s %s of step %d to %s", "saving" if self.is_async else "saved", name, global_step, target)
         return target
 
     def model_save_path(self, epoch: int, step: int, global_step: int, name: str = "default") -> str:
@@ -113,10 +137,16 @@ class Saver:
         return self.get_model_save_path(*_names(self.config), epoch, step, global_step, name)
 
     def maybe_wait_for_staging(self) -> None:
-        """Return when the weights may change again; called before every update."""
+        """Return when the weights may change again, which is when ``save`` has returned; called before every update."""
 
     def finalize(self) -> None:
-        """Return when every checkpoint is complete; called at the end of a run."""
+        """Return when every checkpoint is complete; called at the end of a run. No collective of this thread.
+
+        Raises:
+            CheckpointError: one that was written in the background failed.
+        """
+        if self._writer is not None:
+            self._writer.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Counters of the frequency."""
@@ -171,20 +201,59 @@ def save_directory(
         target: final directory; an existing one is replaced. What killed writers left beside it is removed.
         manifest: written along; None writes none.
     """
+    with _aside(target) as aside:
+        meta.path = os.fspath(aside)
+        engine.save(meta)
+        with ranks.together(f"{target} could not be written", CheckpointError):
+            _publish(aside, target, manifest)
+
+
+def stage_directory(
+    engine: StagedEngine, meta: SaveLoadMeta, target: fs.PathLike, manifest: Mapping[str, Any] | None
+) -> Callable[[], None]:
+    """As :func:`save_directory`, for a snapshot; the returned function writes it and may run in another thread."""
+    with _aside(target) as aside:
+        meta.path = os.fspath(aside)
+        write = engine.stage_save(meta)
+
+    def write_and_publish() -> None:
+        try:
+            write()  # returns when every rank has written, and raises on every rank if one could not
+            _publish(aside, target, manifest)
+        except BaseException:
+            _clean(aside)
+            raise
+
+    return write_and_publish
+
+
+@contextmanager
+def _aside(target: fs.PathLike) -> Iterator[Path]:
+    """An empty directory beside ``target``, the same for every rank; removed if the block fails."""
     aside = fs.aside_path(target, _ASIDE_TOKEN)
-    first = ranks.is_first_rank()
-    if first:
-        fs.clean_leftovers(aside.parent)
-        aside.mkdir(parents=True)
-    ranks.barrier()  # nobody writes before the directory is there ...
-    meta.path = os.fspath(aside)
-    engine.save(meta)
-    ranks.barrier()  # ... and it gets its name when everybody has written
-    if first:
+    with ranks.together(f"{target} could not be written", CheckpointError):
+        if ranks.is_first_rank():
+            fs.clean_leftovers(aside.parent)
+            aside.mkdir(parents=True)
+    try:
+        yield aside
+    except BaseException:
+        _clean(aside)
+        raise
+
+
+def _publish(aside: Path, target: fs.PathLike, manifest: Mapping[str, Any] | None) -> None:
+    """Give a directory that every rank has written its name; the first rank does."""
+    if ranks.is_first_rank():
         if manifest is not None:
             write_manifest(aside, manifest)
         fs.publish_directory(aside, target)
-    ranks.barrier()
+
+
+def _clean(aside: Path) -> None:
+    if ranks.is_first_rank():
+        with suppress(OSError):  # the reason of the failure is worth more than this one
+            fs.remove_tree(aside)
 
 
 def _names(config: SaverConfig) -> tuple[str, str, str]:

@@ -32,7 +32,9 @@ class SaverConfig(_Timer):
     """When and how Hugging Face checkpoints are written."""
 
     mode: Literal["auto", "sync", "async"] = opt(
-        "auto", "Auto = async only for Archon; async on other engines falls back with a warning."
+        "auto",
+        "Async = a step waits only for a copy to host memory; engines without snapshots save as sync, with a warning; "
+        "auto = async only for Archon.",
     )
 
 
