@@ -1,4 +1,4 @@
-"""The ``areal`` command: ``train`` a script, ``plot`` a run, ``doctor`` an installation.
+"""The ``areal`` command: ``train`` a script, ``plot`` a run, ``replay`` a step, ``doctor`` an installation.
 
 Start-up imports nothing heavy; each command imports what it needs.
 """
@@ -29,6 +29,19 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("run", type=Path, help="log directory of a run, or its stats.jsonl")
     plot.add_argument("--output", "-o", type=Path, help="PNG to write; default: reward_curve.png beside stats.jsonl")
     plot.add_argument("--key", default=None, help="statistic to draw; default: the training reward")
+
+    replay = commands.add_parser(
+        "replay",
+        help="run a captured failing step again and compare",
+        description="Run a step that a run captured under failures/step_N; exits with 0 if it fails the same way.",
+    )
+    replay.add_argument("failure", type=Path, help="directory of the captured step")
+    replay.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference that is the same")
+    replay.add_argument(
+        "--loss", help="pkg.module.name of the loss function, where the captured one has no import path"
+    )
+    replay.add_argument("--weight", help="the same for the loss weight function")
+    replay.add_argument("--json", type=Path, help="write the report there, too")
 
     commands.add_parser("doctor", help="show versions, devices and optional parts, and what a missing one disables")
     return parser
@@ -72,6 +85,29 @@ def plot(run: Path, output: Path | None, key: str | None) -> int:
     return 0
 
 
+def replay(failure: Path, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run a captured step again: 0 it failed in the same way, 1 it did not, 2 it cannot be run here."""
+    from areal.engine.core.replay import ranks_to_start, replay_step, start_ranks
+    from areal.utils import environ, fs
+    from areal.utils.dynamic_import import import_from_string
+    from areal.utils.errors import ArealError
+
+    try:
+        ranks = ranks_to_start(failure)
+        if ranks:
+            return start_ranks(ranks, arguments)
+        loss_fn, weight_fn = (import_from_string(path) if path else None for path in (options.loss, options.weight))
+        report = replay_step(failure, loss_fn=loss_fn, weight_fn=weight_fn, tolerance=options.tolerance)
+    except ArealError as exc:
+        sys.stderr.write(f"areal replay: {exc}\n")
+        return 2
+    if environ.rank() == 0:
+        sys.stdout.write("\n".join(report.lines()) + "\n")
+        if options.json is not None:
+            fs.atomic_write_json(options.json, report.as_dict())
+    return 0 if report.reproduced else 1
+
+
 def doctor() -> int:
     """Show what is installed; non-zero when a core part is missing."""
     from areal.tools.validate_installation import main as validate
@@ -92,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
         return train(options.script, options.arguments)
     if options.command == "plot":
         return plot(options.run, options.output, options.key)
+    if options.command == "replay":
+        return replay(options.failure, options, sys.argv[1:] if argv is None else argv)
     if options.command == "doctor":
         return doctor()
     parser.print_help()

@@ -49,7 +49,7 @@ from areal.api.config.preference import DPOEngineConfig
 from areal.api.config.rollout import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
 from areal.api.config.scheduling import SchedulingSpec, SchedulingStrategy
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, _Timer
-from areal.api.config.train import MicroBatchSpec, TrainEngineConfig
+from areal.api.config.train import FailureCaptureConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.config_loader import DRY_RUN, ConfigFileError, make_config, parse_argv, write_config
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
@@ -74,6 +74,7 @@ __all__ = [
     "FP8EngineConfig",
     "FSDPEngineConfig",
     "FSDPWrapPolicy",
+    "FailureCaptureConfig",
     "FieldError",
     "GRPOConfig",
     "GenerationHyperparameters",

@@ -20,6 +20,7 @@ from areal.trainer.plan import RunPlan, prepare_plan
 from areal.utils import environ, logging
 from areal.utils.dataloader import EvalLoader, RowLoader, create_dataloader, create_eval_dataloader
 from areal.utils.errors import ConfigError
+from areal.utils.fs import get_log_path
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.seeding import set_random_seed
 
@@ -70,6 +71,7 @@ def prepare_run(
     valid_loader = None
     if valid_dataset is not None and config.valid_dataset is not None:
         valid_loader = create_eval_dataloader(valid_dataset, rank, world_size, config.valid_dataset, collate_fn)
+    _capture_beside_run(config)
     set_random_seed(config.seed, f"trainer{environ.rank()}")
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     ft_spec = FinetuneSpec(
@@ -81,6 +83,14 @@ def prepare_run(
     hooks = RunHooks(config, ft_spec, plan, tokenizer, train_dataset)
     phase = PhaseClock(hooks.show_phase, lambda: hooks.global_step)
     return RunSetup(loader, valid_loader, plan, tokenizer, ft_spec, hooks, phase)
+
+
+def _capture_beside_run(config: Any) -> None:
+    """Failing steps of the actor are kept with the run's logs unless the config names another place."""
+    capture = config.actor.failure_capture
+    if capture.directory is None:
+        logs = get_log_path(config.cluster.fileroot, config.experiment_name, config.trial_name)
+        capture.directory = str(logs / "failures")
 
 
 class ClosingRun:

@@ -41,6 +41,30 @@ class MicroBatchSpec(ConfigSection):
 
 
 @dataclass
+class FailureCaptureConfig(ConfigSection):
+    """What is kept of an optimizer step that fails, so that ``areal replay`` can run it again (not in 1.x).
+
+    A step fails when its loss or its gradient norm is not finite, or when the norm is far above its running median.
+    """
+
+    max_captures: int = opt(
+        3,
+        "Captures kept, the first ones; each holds weights, optimizer state and batch of one step. 0 writes none.",
+        unit="directories",
+        ge=0,
+    )
+    grad_norm_factor: float | None = opt(
+        100.0,
+        "A gradient norm above this multiple of the running median (of the last 64 steps, from the ninth on) counts as "
+        "divergent; null captures only what is not finite.",
+        gt=1,
+    )
+    directory: str | None = opt(
+        None, "Where captures go; null = 'failures' in the log directory of the run, and nowhere without a trainer."
+    )
+
+
+@dataclass
 class TrainEngineConfig(ConfigSection):
     """One trained or scored model: weights, precision, layout and optimizer."""
 
@@ -80,6 +104,7 @@ class TrainEngineConfig(ConfigSection):
         refused={"awex": "awex of 1.x is not part of this version"},
     )
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Settings of the backend fsdp.")
+    failure_capture: FailureCaptureConfig = section(FailureCaptureConfig, "What is kept of a step that fails.")
     scheduling_spec: list[SchedulingSpec] = opt(
         help="One (worker) or two (worker, engine) specs.",
         factory=lambda: [SchedulingSpec(cmd="python -m areal.infra.rpc.rpc_server")],

@@ -165,6 +165,16 @@ class ActorLoss:
         self.tracker = tracker
         self.current_version = current_version
 
+    def replay_arguments(self) -> dict[str, Any]:
+        """See ``areal.engine.core.failure_files.ReplayableLoss``."""
+        return {"role": self.tracker.name, "current_version": self.current_version}
+
+    @classmethod
+    def for_replay(cls, config: PPOActorConfig, arguments: dict[str, Any]) -> ActorLoss:
+        """See ``areal.engine.core.failure_files.ReplayableLoss``."""
+        tracker = stats_tracker.DistributedStatsTracker(arguments["role"])
+        return cls(config, tracker, arguments["current_version"])
+
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, packed_input: dict[str, Any], **logit_range: Tensor
     ) -> Tensor:

@@ -60,6 +60,15 @@ class SFTLoss:
     def __init__(self, tracker: stats_tracker.DistributedStatsTracker) -> None:
         self.tracker = tracker
 
+    def replay_arguments(self) -> dict[str, Any]:
+        """See ``areal.engine.core.failure_files.ReplayableLoss``."""
+        return {"role": self.tracker.name}
+
+    @classmethod
+    def for_replay(cls, config: Any, arguments: dict[str, Any]) -> SFTLoss:
+        """See ``areal.engine.core.failure_files.ReplayableLoss``."""
+        return cls(stats_tracker.DistributedStatsTracker(arguments["role"]))
+
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, packed_input: dict[str, Any], **logit_range: Tensor
     ) -> Tensor:

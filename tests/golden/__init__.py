@@ -1,0 +1,1 @@
+"""Stored numbers of short deterministic training runs, and the code that makes them."""
