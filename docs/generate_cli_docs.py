@@ -22,7 +22,7 @@ GROUPS = {
     "Experiments": ("BaseExperimentConfig", "PPOConfig", "GRPOConfig", "SFTConfig", "RWConfig", "DPOConfig"),
     "Rollout and generation": ("InferenceEngineConfig", "GenerationHyperparameters", "AgentConfig"),
     "Inference engines": ("NativeConfig", "vLLMConfig", "SGLangConfig"),
-    "Training": ("TrainEngineConfig", "MicroBatchSpec", "OptimizerConfig"),
+    "Training": ("TrainEngineConfig", "MicroBatchSpec", "OptimizerConfig", "FailureCaptureConfig"),
     "Algorithms": (
         "PPOActorConfig",
         "PPOCriticConfig",
