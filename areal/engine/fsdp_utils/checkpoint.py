@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
@@ -235,11 +236,7 @@ def _check_format(meta: SaveLoadMeta) -> None:
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or isinstance(local, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    # Not from_local: it would copy what lives in host memory (moments of a layer-by-layer step) to the mesh's device,
+    # and loading would fill the copy.
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
