@@ -15,12 +15,10 @@ and norm are those of all ranks. Read by ``engine/core/replay.py``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import platform
-import shutil
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -34,8 +32,8 @@ import transformers
 from torch import Tensor
 
 from areal.api.io_struct import SaveLoadMeta
-from areal.engine.core.checkpoint import rng_state, set_rng_state
-from areal.engine.core.distributed import all_reduce_sum, barrier, group_rank, group_size
+from areal.engine.core.checkpoint import rng_state, set_rng_state, shared_directory
+from areal.engine.core.distributed import all_reduce_sum, group_rank, group_size
 from areal.engine.core.failure_files import (
     CONFIG_FILE,
     FAILURE_FILE,
@@ -50,7 +48,7 @@ from areal.engine.core.failure_files import (
 )
 from areal.utils import logging
 from areal.utils.errors import CheckpointError
-from areal.utils.fs import aside_path, publish_directory
+from areal.utils.ranks import together
 
 if TYPE_CHECKING:
     from areal.engine.core.parallel_dims import ParallelGroups
@@ -178,14 +176,11 @@ class FailureCapture:
         locate_bad_tensors(self.engine, findings)
         now = rng_state()
         set_rng_state(probe.rng)  # the recover point says what the random state was before the step
-        aside = aside_path(target, token="shared")
         try:
-            self._write(aside, reason, call, findings)
-            self._publish(aside, target)
+            with shared_directory(target, self.engine.groups.cpu) as aside:
+                self._write(aside, reason, call, findings)
         except (OSError, RuntimeError) as exc:
             logger.error(f"{reason}: the step could not be captured in {target}: {exc}")
-            if group_rank(self.engine.groups.cpu) == 0:
-                shutil.rmtree(aside, ignore_errors=True)
             return
         finally:
             set_rng_state(now)
@@ -207,31 +202,15 @@ class FailureCapture:
 
     def _write(self, aside: Path, reason: str, call: TrainCall, findings: StepFindings) -> None:
         group, rank = self.engine.groups.cpu, group_rank(self.engine.groups.cpu)
-        if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            with contextlib.suppress(OSError):  # without it, every rank fails below
-                aside.mkdir(parents=True)
-        barrier(group)
-        problem = None
-        try:
+        # Every rank learns here of one that failed: the engine's save is a collective.
+        with together(f"{aside} could not be written", CheckpointError, group, alone=group is None):
             if rank == 0:
                 _write_json(aside / FAILURE_FILE, self._document(reason, call, findings))
                 _write_json(aside / CONFIG_FILE, written_settings(self.engine.config))
                 self.engine.module.config.save_pretrained(aside / MODEL_DIR)
             share = {"batch": encode_batch(call.input_), "micro_losses": findings.micro_losses}
             torch.save(share, aside / rank_file(rank))
-        except (OSError, RuntimeError) as exc:
-            problem = exc
-        if _any_rank(problem is not None, group):
-            raise problem or CheckpointError("another rank could not write its part")
         self.engine.save(SaveLoadMeta(str(aside / STATE_DIR), "dcp", True))
-
-    def _publish(self, aside: Path, target: Path) -> None:
-        group = self.engine.groups.cpu
-        barrier(group)
-        if group_rank(group) == 0:
-            publish_directory(aside, target)
-        barrier(group)
 
     def _document(self, reason: str, call: TrainCall, findings: StepFindings) -> dict[str, Any]:
         engine = self.engine
@@ -281,13 +260,6 @@ def _first_bad(names: list[str], tensors: Iterable[Tensor | None], group: dist.P
     if group is not None:
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
     return names[int(first)] if int(first) < len(names) else None
-
-
-def _any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    total = torch.tensor(int(flag))
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return bool(total)
 
 
 def _write_json(path: Path, value: Any) -> None:
