@@ -21,14 +21,6 @@ FAST = (("d1", "d2"), ("d2", "t2"), ("t2", "d1"))
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module")
-def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    tiny_model("qwen2").save_pretrained(root / "tied")
-    tiny_model("llama", tie_word_embeddings=False).save_pretrained(root / "untied")
-    return {name: str(root / name) for name in ("tied", "untied")}
-
-
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Run:
     """``run(cell, layout, …)``: results by rank, from as many live ranks as the layout needs."""

@@ -11,17 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from areal.api.io_struct import SaveLoadMeta
 from tests.engine_fakes import adamw, batch, build_engine, loss_fn, reference_step, weight_fn
-from tests.fakes import tiny_model
 from tests.torchrun import cells
 from tests.torchrun.live_group import LiveGroup
-
-
-@pytest.fixture(scope="module")
-def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("models")
-    tiny_model("qwen2").save_pretrained(root / "tied")
-    tiny_model("llama", tie_word_embeddings=False).save_pretrained(root / "untied")
-    return {name: str(root / name) for name in ("tied", "untied")}
 
 
 def _assert_weights(ours: dict[str, torch.Tensor], reference: Any, atol: float = 1e-5) -> None:
