@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import abc
 import warnings
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 if TYPE_CHECKING:
     from areal.api.engine_api import InferenceEngine
 
 
 class RolloutWorkflow(abc.ABC):
-    """How one episode is generated and scored."""
+    """How one episode is generated and scored.
+
+    An object remembers what it was constructed with, so that rollout workers in other processes can build their own: it
+    must not depend on state that is set afterwards.
+    """
+
+    constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self.constructed_with = (args, kwargs)
+        return self
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from areal.infra.rollout.groups import GroupResult, GroupRunner, GroupTask
 from areal.infra.rollout.rows import RowLedger
 from areal.infra.rollout.staleness import StalenessManager
 from areal.infra.rollout.task_runner import AsyncTaskRunner
+from areal.infra.run_status import ErrorStatus
 from areal.utils import logging
 
 logger = logging.getLogger("Rollout")
@@ -69,6 +70,7 @@ class Dispatcher:
         keep_rejected: rejected groups count as attempts of a step (dynamic batch size).
         empty_in_step: attempts without a trajectory in the step whose version is not published.
         version: current weight version.
+        last_error: of the newest sample or group in trouble.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Dispatcher:
         self.paused = False
         self.failure: BaseException | None = None
         self.counts: Counter[str] = Counter()
+        self.last_error: ErrorStatus | None = None
         self.on_finish: Callable[[GroupTask, GroupResult], None] | None = None
         self.gate: AdmissionGate | None = None
         self.feeder = Feeder(runner, ledger, self._fed)
@@ -275,6 +278,7 @@ class Dispatcher:
                 self.fail(stop)
         if (error := result.error) is not None:
             self._troubled += 1
+            self.last_error = ErrorStatus.of(error)
             if self._troubled <= _LOGGED or self._troubled % _LOGGED_EVERY == 0:
                 logger.warning(
                     f"row {task.row.index} (epoch {task.row.epoch}) {result.status}; dropped samples: "

@@ -23,13 +23,14 @@ from areal.infra.rollout.dispatcher import Dispatcher, DispatchLimits
 from areal.infra.rollout.dump import TrajectoryDumper, build_dumper
 from areal.infra.rollout.failures import FailureWindow, RolloutStoppedError
 from areal.infra.rollout.groups import GroupResult, GroupRunner, GroupTask
+from areal.infra.rollout.probe import RolloutProbe
 from areal.infra.rollout.resolve import WorkflowResolver
 from areal.infra.rollout.rows import RowLedger
 from areal.infra.rollout.staleness import StalenessManager
 from areal.infra.rollout.steps import StepBook
 from areal.infra.rollout.task_runner import AsyncTaskRunner
 from areal.infra.rollout.tasks import TaskDesk
-from areal.infra.rollout.waiting import Waiter
+from areal.infra.rollout.waiting import Waiter, WaitLimit
 from areal.infra.step_ledger import StepLedger
 from areal.utils import logging
 from areal.utils.errors import DataError, RolloutTimeoutError
@@ -87,11 +88,13 @@ class WorkflowExecutor:
         )
         self._dispatcher.gate = admission_gate(engine)
         self._dispatcher.on_finish = self._dump
-        self._waiter = Waiter(self._dispatcher, config.log_wait_interval_s, config.episode_timeout_s, StepLedger())
+        self.waiter = Waiter(self._dispatcher, config.log_wait_interval_s, config.episode_timeout_s, StepLedger())
         self._dumper: TrajectoryDumper | None = build_dumper(config, tokenizer, is_eval, dump_dir)
         self._is_eval = is_eval
         self._desk = TaskDesk(self._dispatcher)
         self._steps = StepBook(self._dispatcher, self._desk, "train" if is_eval else config.on_stale)
+        name = "eval-rollout" if is_eval else "rollout"
+        self.probe = RolloutProbe(name, self._dispatcher, self._steps, self.waiter)
         self._resolve = WorkflowResolver()
         self._recipe: tuple[Any, ...] = ()
 
@@ -120,7 +123,7 @@ class WorkflowExecutor:
 
     def use_ledger(self, ledger: StepLedger) -> None:
         """Book waiting times on the trainer's ledger."""
-        self._waiter.ledger = ledger
+        self.waiter.ledger = ledger
 
     # -- version and books ---------------------------------------------------------------------------------------------
 
@@ -174,6 +177,7 @@ class WorkflowExecutor:
         """
         with self._dispatcher.condition:
             counts = dict(self._dispatcher.counts)
+            self.probe.absorb(counts)
             self._dispatcher.counts.clear()
             ages, self._steps.ages = self._steps.ages, []
             running = len(self._dispatcher.running)
@@ -230,12 +234,11 @@ class WorkflowExecutor:
         self._recipe = recipe
         dispatcher.kick()
         step, count = steps.next_step()
-        taken = self._waiter.wait_for(
+        taken = self.waiter.wait_for(
             lambda: steps.take(step, count),
             lambda: len(dispatcher.ready) >= count or not dispatcher.running,
             lambda: f"{max(0, count - len(dispatcher.ready))} of {count} groups",
-            self.config.wait_timeout_s,
-            "rollout.wait_timeout_s",
+            WaitLimit(self.config.wait_timeout_s, "rollout.wait_timeout_s"),
         )
         dispatcher.kick()
         return sorted((item.ref for item in taken if item.ref is not None), key=lambda ref: ref.row)
@@ -295,12 +298,11 @@ class WorkflowExecutor:
             raise ValueError(f"count={count} must be > 0")
         desk = self._desk
         try:
-            items = self._waiter.wait_for(
+            items = self.waiter.wait_for(
                 lambda: desk.take_oldest(count),
                 lambda: desk.finished() >= count,
                 lambda: f"{max(0, count - desk.finished())} of {count} tasks",
-                timeout,
-                "timeout",
+                WaitLimit(timeout, "timeout", expected=not raise_timeout),
             )
         except RolloutTimeoutError:
             if raise_timeout or timeout is None:
@@ -320,12 +322,11 @@ class WorkflowExecutor:
         if not self._desk.is_open(task_id):
             raise ValueError(f"task_id={task_id} was never submitted, or its result was taken already")
         try:
-            item = self._waiter.wait_for(
+            item = self.waiter.wait_for(
                 lambda: self._desk.take(task_id),
                 lambda: task_id in self._dispatcher.results,
                 lambda: f"task {task_id}",
-                timeout,
-                "timeout",
+                WaitLimit(timeout, "timeout", expected=not raise_timeout),
             )
         except RolloutTimeoutError:
             if raise_timeout or timeout is None:

@@ -24,9 +24,15 @@ def resolve_workflow(workflow: Any, workflow_kwargs: dict[str, Any] | None = Non
             (an object with ``async run``), which needs the agent proxy.
         TypeError: something that is no workflow at all.
     """
+    target = check_workflow(workflow, workflow_kwargs)
+    return target(**workflow_kwargs) if inspect.isclass(target) else target  # type: ignore[no-any-return]
+
+
+def check_workflow(workflow: Any, workflow_kwargs: dict[str, Any] | None = None) -> Any:
+    """The workflow object or class that ``workflow`` stands for; raises what :func:`resolve_workflow` raises."""
     if workflow is None:
         raise ValueError("workflow is None; give a workflow object, class or import string")
-    target = _import(workflow) if isinstance(workflow, str) else workflow
+    target = import_workflow(workflow) if isinstance(workflow, str) else workflow
     if isinstance(target, RolloutWorkflow):
         if workflow_kwargs:
             logger.warning(
@@ -36,13 +42,13 @@ def resolve_workflow(workflow: Any, workflow_kwargs: dict[str, Any] | None = Non
     if inspect.isclass(target) and issubclass(target, RolloutWorkflow):
         if workflow_kwargs is None:
             raise ValueError(f"workflow {target.__name__} is a class: give workflow_kwargs (may be {{}})")
-        return target(**workflow_kwargs)
+        return target
     if inspect.iscoroutinefunction(getattr(target, "run", None)):
         raise ValueError(
             f"workflow {workflow!r} is an agent (async run): agents need a proxy address, and no proxy is running"
         )
     if hasattr(target, "arun_episode") and not inspect.isclass(target):
-        return target  # type: ignore[no-any-return]  # anything with the one method is a workflow
+        return target  # anything with the one method is a workflow
     raise TypeError(f"workflow {workflow!r} is a {type(target).__name__}; it must be a RolloutWorkflow")
 
 
@@ -63,7 +69,8 @@ class WorkflowResolver:
         return self._last
 
 
-def _import(path: str) -> Any:
+def import_workflow(path: str) -> Any:
+    """What an import string names; ValueError if it leads nowhere."""
     try:
         return import_from_string(path)
     except (ImportError, AttributeError, ValueError) as exc:

@@ -5,6 +5,7 @@ Fixed by the first batch: loader, workflow, filter, group size. Called by the ex
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from areal.api.trajectory import Row
@@ -30,6 +31,7 @@ class StepBook:
 
     Attributes:
         ages: versions between drawing and training, of each group taken since the last export.
+        histogram: the same age -> samples taken since the start.
     """
 
     def __init__(self, dispatcher: Dispatcher, desk: TaskDesk, policy: Literal["wait", "drop", "train"]) -> None:
@@ -39,11 +41,17 @@ class StepBook:
         self._loader: Any = None
         self._in_step: list[Row] = []
         self.ages: list[int] = []
+        self.histogram: Counter[int] = Counter()
 
     @property
     def attached(self) -> bool:
         """Whether the first batch was asked for."""
         return self._loader is not None
+
+    @property
+    def in_step(self) -> int:
+        """Groups of the step whose weights are not published."""
+        return len(self._in_step)
 
     def same_loader(self, loader: Any) -> bool:
         """Whether ``loader`` is the one in use."""
@@ -114,7 +122,10 @@ class StepBook:
         refs = [item.ref for item in taken if item.ref is not None]
         dispatcher.empty_in_step += count - len(refs)
         self._in_step += [ref.row for ref in refs]
-        self.ages += [step - ref.min_version for ref in refs if ref.min_version >= 0]
+        aged = [(step - ref.min_version, len(ref.lengths)) for ref in refs if ref.min_version >= 0]
+        self.ages += [age for age, _ in aged]
+        for age, samples in aged:
+            self.histogram[age] += samples
         return taken
 
     def done(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from areal.infra.rollout.failures import RolloutStoppedError
 from areal.utils import logging
+from areal.utils.stacks import task_stacks
 
 logger = logging.getLogger("Rollout")
 
@@ -95,6 +96,10 @@ class AsyncTaskRunner:
         ident = self._thread.ident if self._thread is not None else None
         frame = sys._current_frames().get(ident) if ident is not None else None
         return "".join(traceback.format_stack(frame)) if frame is not None else "(no thread)"
+
+    def task_stacks(self) -> str:
+        """Where each running episode is, equal ones together."""
+        return task_stacks(list(self._tasks))
 
     def destroy(self, timeout_s: float = 30.0) -> None:
         """Cancel every task, stop the loop and join the thread; safe to call twice."""
