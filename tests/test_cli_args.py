@@ -405,7 +405,7 @@ def test_load_expr_config_writes_resolved_config_with_masked_secrets(
     assert again.rollout.agent.admin_api_key == "areal-admin-key"  # a masked secret counts as not given
 
 
-def test_load_expr_config_store_that_is_not_there_is_left_to_the_trainers_check(small: list[str]) -> None:
+def test_load_expr_config_store_that_is_not_there_is_not_contacted(small: list[str]) -> None:
     config, _ = load_expr_config([*small, "cluster.name_resolve.type=etcd3"], GRPOConfig)
 
     assert config.cluster.name_resolve.type == "etcd3"

@@ -1,122 +1,28 @@
-"""name_resolve: one contract for every backend, and switching between them."""
+"""name_resolve: switching between backends, names and the files of the shared directory.
+
+What every backend must do is in tests/test_name_resolve_stores.py.
+"""
 
 from __future__ import annotations
 
-import threading
+import os
+import time
 
 import pytest
 
 from areal.api.config.cluster import NameResolveConfig
 from areal.utils import name_resolve, names
-from areal.utils.errors import NameEntryExistsError, NameEntryNotFoundError
+from areal.utils.errors import ConfigError, NameEntryNotFoundError, NetworkError
 
 
-@pytest.fixture(params=["memory", "nfs"])
-def _backend(request, tmp_path):
-    name_resolve.reconfigure(NameResolveConfig(type=request.param, nfs_record_root=str(tmp_path / "names")))
+@pytest.fixture(autouse=True)
+def _memory():
     yield
     name_resolve.reconfigure(NameResolveConfig(type="memory"))
 
 
-pytestmark = pytest.mark.usefixtures("_backend")
-
-
-def test_add_then_get_returns_the_text():
-    name_resolve.add("a/b", "v")
-    name_resolve.add("a/n", 3)
-    assert (name_resolve.get("a/b"), name_resolve.get("/a/n/")) == ("v", "3")
-
-
-def test_add_twice_needs_replace():
-    name_resolve.add("a", "1")
-    with pytest.raises(NameEntryExistsError, match="'a'"):
-        name_resolve.add("a", "2")
-    name_resolve.add("a", "2", replace=True)
-    assert name_resolve.get("a") == "2"
-
-
-def test_get_and_delete_of_a_missing_name_are_refused():
-    with pytest.raises(NameEntryNotFoundError, match="nothing"):
-        name_resolve.get("nothing")
-    with pytest.raises(NameEntryNotFoundError, match="nothing"):
-        name_resolve.delete("nothing")
-
-
-def test_subtree_values_names_and_clearing():
-    for name in ("r/b", "r/a", "r/a/deep", "rest"):
-        name_resolve.add(name, name.upper())
-    assert name_resolve.find_subtree("r") == ["r/a", "r/a/deep", "r/b"]
-    assert name_resolve.get_subtree("r") == ["R/A", "R/A/DEEP", "R/B"]
-    name_resolve.clear_subtree("r")
-    name_resolve.clear_subtree("r")
-    assert name_resolve.find_subtree("") == ["rest"]
-
-
-def test_add_subentry_makes_random_children():
-    children = {name_resolve.add_subentry("servers", f"h:{i}") for i in range(3)}
-    assert len(children) == 3
-    assert sorted(name_resolve.get_subtree("servers")) == ["h:0", "h:1", "h:2"]
-    assert all(len(child.rpartition("/")[2]) == 8 for child in children)
-
-
-def test_wait_returns_as_soon_as_the_name_is_there():
-    threading.Timer(0.1, name_resolve.add, args=("late", "v")).start()
-    assert name_resolve.wait("late", timeout=5, poll_frequency=0.02) == "v"
-
-
-def test_wait_too_long_is_a_timeout_naming_the_key():
-    with pytest.raises(TimeoutError, match="never"):
-        name_resolve.wait("never", timeout=0.05, poll_frequency=0.01)
-
-
-def test_watch_names_calls_back_once_when_all_are_gone():
-    for name in ("w/1", "w/2"):
-        name_resolve.add(name, "x")
-    gone, calls = threading.Event(), []
-
-    def call_back() -> None:
-        calls.append(1)
-        gone.set()
-
-    name_resolve.watch_names(["w/1", "w/2"], call_back, poll_frequency=0.01, wait_timeout=1)
-    name_resolve.delete("w/1")
-    assert not gone.wait(0.1)
-    name_resolve.delete("w/2")
-    assert gone.wait(5)
-    assert calls == [1]
-
-
-def test_reset_deletes_own_entries_only():
-    name_resolve.add("mine", "1")
-    name_resolve.add("kept", "1", delete_on_exit=False)
-    name_resolve.reset()
-    assert name_resolve.find_subtree("") == ["kept"]
-
-
-@pytest.mark.parametrize("name", ["", "/", "a//b", "../up", "a/./b"])
-def test_bad_name_is_refused(name):
-    with pytest.raises(ValueError, match="name"):
-        name_resolve.add(name, "x")
-
-
-def test_many_threads_add_one_name_exactly_one_wins():
-    won, lost = [], []
-
-    def work(value: int) -> None:
-        try:
-            name_resolve.add("race", str(value))
-            won.append(value)
-        except NameEntryExistsError:
-            lost.append(value)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert len(lost) == 7
-    assert name_resolve.get("race") == str(won[0])
+def _use_files(root):
+    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(root)))
 
 
 def test_function_imported_before_reconfigure_uses_the_new_backend():
@@ -127,19 +33,69 @@ def test_function_imported_before_reconfigure_uses_the_new_backend():
     assert get("x") == name_resolve.get("x") == "1"
 
 
+def test_reconfigure_unknown_type_is_refused_by_name():
+    config = NameResolveConfig(type="memory")
+    config.type = "zookeeper"
+    with pytest.raises(NotImplementedError, match="zookeeper"):
+        name_resolve.reconfigure(config)
+
+
 @pytest.mark.parametrize("kind", ["redis", "etcd3", "ray"])
-def test_backend_of_a_later_part_is_refused_by_name(kind):
-    with pytest.raises(NotImplementedError, match=kind):
-        name_resolve.reconfigure(NameResolveConfig(type=kind))
+def test_reconfigure_store_of_other_machines_contacts_nobody(kind):
+    began = time.monotonic()
+    name_resolve.reconfigure(NameResolveConfig(type=kind, redis_addr="store.invalid:1", etcd3_addr="store.invalid:1"))
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("redis", "redis_addr"), ("etcd3", "etcd3_addr")])
+@pytest.mark.parametrize("address", ["localhost", "localhost:", ":1", "localhost:http", "localhost:70000"])
+def test_reconfigure_bad_address_names_the_setting(kind, setting, address):
+    with pytest.raises(ConfigError, match=f"cluster.name_resolve.{setting}.*{address}"):
+        name_resolve.reconfigure(NameResolveConfig(type=kind, **{setting: address}))
+
+
+@pytest.mark.parametrize(("kind", "module", "extra"), [("redis", "redis", "redis"), ("etcd3", "etcd3gw", "etcd")])
+def test_store_without_its_package_names_the_extra(monkeypatch, kind, module, extra):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(__import__("sys").modules, f"{module}.exceptions", None)
+    name_resolve.reconfigure(NameResolveConfig(type=kind))
+    with pytest.raises(ConfigError, match=rf"areal\[{extra}\]"):
+        name_resolve.get("a")
 
 
 def test_nfs_entry_is_a_file_named_entry(tmp_path):
-    config = NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path / "files"))
-    name_resolve.reconfigure(config)
+    _use_files(tmp_path / "files")
     name_resolve.add("exp/worker", "host:1")
     assert (tmp_path / "files" / "exp" / "worker" / "ENTRY").read_text() == "host:1"
     name_resolve.delete("exp/worker")
     assert not list((tmp_path / "files").iterdir())
+
+
+def test_nfs_entry_past_its_time_is_gone_with_its_directory(tmp_path):
+    _use_files(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "ENTRY").write_text("host:1\0lease 5")
+    assert name_resolve.get("old") == "host:1"
+    os.utime(tmp_path / "old" / "ENTRY", (time.time() - 6,) * 2)
+    with pytest.raises(NameEntryNotFoundError, match="old"):
+        name_resolve.get("old")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nfs_entry_past_its_time_does_not_block_a_new_owner(tmp_path):
+    _use_files(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "ENTRY").write_text("host:1\0lease 5")
+    os.utime(tmp_path / "old" / "ENTRY", (time.time() - 6,) * 2)
+    name_resolve.add("old", "host:2")
+    assert name_resolve.get("old") == "host:2"
+
+
+def test_nfs_root_that_cannot_be_made_names_setting_and_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    _use_files(tmp_path / "file" / "names")
+    with pytest.raises(NetworkError, match=r"nfs_record_root=.*file/names.*make the directory"):
+        name_resolve.add("a", "1")
 
 
 def test_names_have_the_documented_shape(monkeypatch):

@@ -10,19 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from areal.utils.errors import NameEntryExistsError, NameEntryNotFoundError, UnsupportedFeatureError
-from areal.utils.name_resolve.base import NameStore
+from areal.utils.name_resolve.base import NameBackend, NameStore
+from areal.utils.name_resolve.etcd_store import EtcdBackend
 from areal.utils.name_resolve.memory import MemoryBackend
 from areal.utils.name_resolve.nfs import NfsBackend
+from areal.utils.name_resolve.ray_store import RayBackend
+from areal.utils.name_resolve.redis_store import RedisBackend
 
 if TYPE_CHECKING:
     from areal.api.config.cluster import NameResolveConfig
 
 __all__ = [
-    "MemoryBackend",
+    "NameBackend",
     "NameEntryExistsError",
     "NameEntryNotFoundError",
     "NameStore",
-    "NfsBackend",
     "add",
     "add_subentry",
     "clear_subtree",
@@ -31,6 +33,7 @@ __all__ = [
     "find_subtree",
     "get",
     "get_subtree",
+    "make_backend",
     "reconfigure",
     "reset",
     "wait",
@@ -43,23 +46,34 @@ _store: NameStore = NameStore(MemoryBackend())
 def reconfigure(config: NameResolveConfig) -> None:
     """Use the backend that ``config`` describes from now on; the old one's own entries are deleted.
 
+    Nothing is contacted before the first use, so reading the configuration of another machine works.
+
     Raises:
-        UnsupportedFeatureError: a backend that is not part of this build, or an unknown one (NotImplementedError).
+        UnsupportedFeatureError: an unknown backend (NotImplementedError).
+        ConfigError: an address that is not ``host:port``.
     """
     global _store
-    if config.type == "memory":
-        store = NameStore(MemoryBackend())
-    elif config.type == "nfs":
-        store = NameStore(NfsBackend(config.nfs_record_root))
-    elif config.type in ("redis", "etcd3", "ray"):
-        raise UnsupportedFeatureError(
-            f"cluster.name_resolve.type={config.type!r} comes with the cluster back ends; "
-            "use 'nfs' (a shared directory) or 'memory' (one process)"
-        )
-    else:
-        raise UnsupportedFeatureError(f"cluster.name_resolve.type={config.type!r} is unknown; use 'nfs' or 'memory'")
-    _store.reset()
+    store = NameStore(make_backend(config))
+    _store.close()
     _store = store
+
+
+def make_backend(config: NameResolveConfig) -> NameBackend:
+    """The backend that ``config`` describes; a ``NameStore`` on it is a second client beside the current one."""
+    match config.type:
+        case "memory":
+            return MemoryBackend()
+        case "nfs":
+            return NfsBackend(config.nfs_record_root)
+        case "redis":
+            return RedisBackend(config.redis_addr)
+        case "etcd3":
+            return EtcdBackend(config.etcd3_addr)
+        case "ray":
+            return RayBackend(config.ray_actor_name)
+    raise UnsupportedFeatureError(
+        f"cluster.name_resolve.type={config.type!r} is unknown; use nfs, redis, etcd3, ray or memory"
+    )
 
 
 def current_store() -> NameStore:
@@ -76,12 +90,14 @@ def add(
         name: slash-separated key.
         value: text; other values are turned into text.
         delete_on_exit: ``reset`` and the end of this process delete it.
-        keepalive_ttl: seconds after which a dead owner's key goes; backends without leases ignore it.
+        keepalive_ttl: seconds after which a dead owner's key goes; while the owner lives a thread renews it. etcd3
+            rounds up to whole seconds, 2 at least.
         replace: overwrite an existing value.
 
     Raises:
         NameEntryExistsError: the name is taken and ``replace`` is false.
-        ValueError: the name is empty or leaves the tree.
+        ValueError: the name is empty or leaves the tree, or the time to live is not positive.
+        NetworkError: the store does not answer; every function here may raise it.
     """
     _store.add(name, value, delete_on_exit=delete_on_exit, keepalive_ttl=keepalive_ttl, replace=replace)
 
@@ -112,7 +128,7 @@ def delete(name: str) -> None:
 
 def get_subtree(name_root: str) -> list[str]:
     """Values of ``name_root`` and everything below, in the order of their names."""
-    return [_store.get(name) for name in _store.find_subtree(name_root)]
+    return _store.get_subtree(name_root)
 
 
 def find_subtree(name_root: str) -> list[str]:
@@ -121,7 +137,11 @@ def find_subtree(name_root: str) -> list[str]:
 
 
 def clear_subtree(name_root: str) -> None:
-    """Remove ``name_root`` and everything below; nothing there is fine."""
+    """Remove ``name_root`` and everything below, and nothing beside it; nothing there is fine.
+
+    Raises:
+        ValueError: the root is empty; a store may be shared with other runs.
+    """
     _store.clear_subtree(name_root)
 
 
@@ -140,5 +160,5 @@ def watch_names(
 
 
 def reset() -> None:
-    """Delete the entries that this process added with ``delete_on_exit``."""
+    """Delete the entries that this process added with ``delete_on_exit`` and that still have its values."""
     _store.reset()
