@@ -41,6 +41,18 @@ class SchedulerConfig(ConfigSection):
         "Who hosts the engines: inline = this process; local = child processes; ray; slurm. Null: SPMD under "
         "a launcher, else local.",
     )
+    startup_timeout_s: float = opt(
+        120.0,
+        "From the start of a worker process until it answers; waiting in a cluster's queue not counted.",
+        unit="s",
+        gt=0,
+    )
+    heartbeat_interval_s: float = opt(1.0, "Between two questions whether a worker is alive.", unit="s", gt=0)
+    heartbeat_timeout_s: float = opt(30.0, "Silence after which a worker counts as failed.", unit="s", gt=0)
+    host: str | None = opt(
+        None,
+        "Address that workers listen on. Null: loopback for local, the machine's own address elsewhere.",
+    )
     endpoint: str = opt("http://localhost:8081", "Not read (kept for 1.x files).")
     deploy_mode: str = opt("separation", "Not read (kept for 1.x files).")
     functioncall_service_domain: str = opt("http://localhost:8080", "Not read (kept for 1.x files).")

@@ -16,6 +16,8 @@ from areal.utils.errors import EngineError
 class InlineScheduler(Scheduler):
     """Hosts objects by worker id and name; the only worker of a role is ``role/0``."""
 
+    context = None  # no worker processes
+
     def __init__(self) -> None:
         self._objects: dict[str, dict[str, Any]] = {}
 
@@ -47,6 +49,14 @@ class InlineScheduler(Scheduler):
             for hosted in reversed(list(self._objects.pop(name, {}).values())):
                 if hasattr(hosted, "destroy"):
                     hosted.destroy()
+
+    def worker_ids(self) -> list[str]:
+        """Ids of worker processes: none."""
+        return []
+
+    def close(self) -> None:
+        """Destroy every object; safe to call twice."""
+        self.delete_workers()
 
     def host(self, worker_id: str, hosted: Any, engine_name: str | None = None) -> Any:
         """Keep an object made here under ``engine_name`` (default: the worker's id); returns it."""
