@@ -1,0 +1,1 @@
+"""Facts about the machines and clusters that workers run on."""
