@@ -1,4 +1,5 @@
-"""The ``areal`` command: ``train`` a script, ``plot`` a run, ``replay`` a step, ``doctor`` an installation.
+"""The ``areal`` command: ``train`` a script, look at a run (``status``, ``stack``, ``plot``), ``replay`` a step, and
+``doctor`` an installation.
 
 Start-up imports nothing heavy; each command imports what it needs.
 """
@@ -29,6 +30,15 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("run", type=Path, help="log directory of a run, or its stats.jsonl")
     plot.add_argument("--output", "-o", type=Path, help="PNG to write; default: reward_curve.png beside stats.jsonl")
     plot.add_argument("--key", default=None, help="statistic to draw; default: the training reward")
+
+    status = commands.add_parser("status", help="show what a run is doing, or how it ended")
+    status.add_argument("run", type=Path, help="log directory of a run, or the fileroot of exactly one run")
+    status.add_argument("--json", action="store_true", help="print everything as one line of JSON")
+    status.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the controller")
+
+    stack = commands.add_parser("stack", help="show the Python stacks of a run's processes, even if it is stuck")
+    stack.add_argument("run", type=Path, help="log directory of a run, or the fileroot of exactly one run")
+    stack.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for each way to get them")
 
     replay = commands.add_parser(
         "replay",
@@ -130,6 +140,12 @@ def main(argv: list[str] | None = None) -> int:
         return plot(options.run, options.output, options.key)
     if options.command == "replay":
         return replay(options.failure, options, sys.argv[1:] if argv is None else argv)
+    if options.command in ("status", "stack"):
+        from areal.tools import run_inspector
+
+        if options.command == "status":
+            return run_inspector.status(options.run, as_json=options.json, timeout_s=options.timeout)
+        return run_inspector.stack(options.run, timeout_s=options.timeout)
     if options.command == "doctor":
         return doctor()
     parser.print_help()

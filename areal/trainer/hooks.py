@@ -5,6 +5,7 @@ Shared by every trainer; each calls ``recover`` once, then ``save``, ``commit`` 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from areal.api.engine_api import TrainEngine
     from areal.api.io_struct import FinetuneSpec
     from areal.api.trajectory import TrajectoryRef
+    from areal.trainer.diagnostics import RunDiagnostics
     from areal.trainer.plan import RunPlan
 
 logger = logging.getLogger("RunHooks")
@@ -49,6 +51,12 @@ class RunHooks:
         plan: sizes of the run.
         tokenizer: saved with every checkpoint.
         dataset: fingerprinted in the manifest.
+
+    Attributes:
+        global_step: the step that runs now.
+        phase: what it is doing, since ``phase_since`` (seconds since 1970).
+        tokens_per_s: of the last committed step.
+        diagnostics: status server of the run, once it has started; closed with the run.
     """
 
     def __init__(self, config: Any, ft_spec: FinetuneSpec, plan: RunPlan, tokenizer: Any, dataset: Any) -> None:
@@ -61,7 +69,10 @@ class RunHooks:
         self.evaluator = Evaluator(config.evaluator, ft_spec)
         self.recover_handler = RecoverHandler(config.recover, ft_spec, manifest=manifest)
         self.console: LiveConsole | None = None
-        self.global_step: int | None = None  # the step that runs now
+        self.global_step: int | None = None
+        self.phase, self.phase_since = "start", time.time()
+        self.tokens_per_s: float | None = None
+        self.diagnostics: RunDiagnostics | None = None
         self.stats_logger = StatsLogger(config, ft_spec, table=False)
         self.log_dir = Path(StatsLogger.get_log_path(config))
         if self.rank == 0:
@@ -93,7 +104,8 @@ class RunHooks:
                 yield StepInfo(epoch, epoch_step, global_step, self.plan.steps_per_epoch)
 
     def show_phase(self, name: str) -> None:
-        """Say on the console what the run is doing now."""
+        """Say on the console, and to whoever asks, what the run is doing now."""
+        self.phase, self.phase_since = name, time.time()
         if self.console is not None:
             self.console.phase(name)
 
@@ -154,13 +166,15 @@ class RunHooks:
         if refs and wall > 0:
             sequences = sum(len(ref.lengths) for ref in refs)
             stats["throughput/sequences_per_s"] = sequences / wall
-            stats["throughput/tokens_per_s"] = sum(sum(ref.lengths) for ref in refs) / wall
+            stats["throughput/tokens_per_s"] = self.tokens_per_s = sum(sum(ref.lengths) for ref in refs) / wall
         if self.rank == 0:
             self._samples.write(step.global_step, refs)
         self.stats_logger.commit(step.epoch, step.epoch_step, step.global_step, stats)
         if self.console is not None:
             self.console.update(step.global_step, shown_metrics(stats))
         perf_tracer.save(step=step.global_step)
+        if self.diagnostics is not None:
+            self.diagnostics.refresh()
 
     def commit_initial(self, stats: dict[str, float]) -> None:
         """Keep the evaluation that ran before the first step: logged now, recorded in step 0 as ``before_train/…``."""
@@ -176,6 +190,8 @@ class RunHooks:
             return
         self._closed = True
         with ExitStack() as parts:  # last in, first out
+            if self.diagnostics is not None:
+                parts.callback(self.diagnostics.close)
             parts.callback(self._draw_curve)
             if self.config.perf_tracer is not None:
                 parts.callback(perf_tracer.reset)  # writes what is left

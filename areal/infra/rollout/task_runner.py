@@ -99,7 +99,8 @@ class AsyncTaskRunner:
 
     def task_stacks(self) -> str:
         """Where each running episode is, equal ones together."""
-        return task_stacks(list(self._tasks))
+        loop = self._loop
+        return task_stacks(asyncio.all_tasks(loop)) if loop is not None else ""
 
     def destroy(self, timeout_s: float = 30.0) -> None:
         """Cancel every task, stop the loop and join the thread; safe to call twice."""

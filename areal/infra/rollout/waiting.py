@@ -175,15 +175,16 @@ class Waiter:
         over = timeout_s is not None and now - wait.began >= timeout_s
         if silence_s >= limit_s or (over and silence_s >= limit_s / 2):
             raise RolloutTimeoutError(
-                f"{self.reason(wait.what())}; the rollout loop has not answered for {silence_s:.0f} s: a workflow or reward "
-                f"blocks "
-                f"it with a synchronous call (use await, or asyncio.to_thread). It is "
+                f"{self.reason(wait.what())}; the rollout loop has not answered for {silence_s:.0f} s: a workflow or "
+                "reward blocks it with a synchronous call (use await, or asyncio.to_thread). It is "
                 f"in:\n{self._dispatcher.runner.stack()}"
             )
         if over:
-            raise RolloutTimeoutError(f"{self.reason(wait.what())}; gave up after {now - wait.began:.3g} s, raise {limit.setting}")
+            raise RolloutTimeoutError(
+                f"{self.reason(wait.what())}; gave up after {now - wait.began:.3g} s, raise {limit.setting}"
+            )
         if now - idle_since >= self._stall_s:
             raise RolloutTimeoutError(
-                f"{self.reason(wait.what())}; nothing could end this wait for {self._stall_s:g} s. Publish a new version "
-                "(set_version or step_done), resume the executor, or raise rollout.episode_timeout_s"
+                f"{self.reason(wait.what())}; nothing could end this wait for {self._stall_s:g} s. Publish a new "
+                "version (set_version or step_done), resume the executor, or raise rollout.episode_timeout_s"
             )
