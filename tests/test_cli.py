@@ -105,7 +105,6 @@ def test_dry_run_of_the_gpu_example_lists_what_is_missing(
         main(["train", str(SCRIPT), *arguments, *extra, "--dry-run"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 2
-    assert "refused: scheduler.type=local" in printed
     assert "refused: rollout.backend=sglang:d4" in printed
 
 

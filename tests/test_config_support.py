@@ -64,12 +64,9 @@ def test_check_supported_plain_inline_grpo_and_sft_pass() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "local", "ray", "slurm"])
-def test_check_supported_other_scheduler_names_inline_as_remedy(kind: Any) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="scheduler.type=inline") as caught:
-        check_supported(_grpo(scheduler=SchedulerConfig(type=kind)))
-
-    assert isinstance(caught.value, NotImplementedError)
-    assert isinstance(caught.value, ValueError)
+def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kind: Any) -> None:
+    rollout = InferenceEngineConfig(backend="native:d3")
+    check_supported(_grpo(scheduler=SchedulerConfig(type=kind), rollout=rollout))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +94,7 @@ def test_check_supported_other_scheduler_names_inline_as_remedy(kind: Any) -> No
         ({"actor": {"dtype": "float16"}}, "actor.dtype=float16"),
         ({"actor": {"path": ""}}, "actor.path"),
         ({"actor": {"is_critic": True}}, "actor.is_critic"),
-        ({"recover": {"retries": 9}}, "recover.retries=9"),
-        ({"cluster": {"name_resolve": {"type": "etcd3"}}}, "cluster.name_resolve.type=etcd3"),
+        ({"scheduler": {"type": "local"}, "rollout": {"backend": "native:d2t2"}}, "rollout.backend=native:d2t2"),
         (
             {"rollout": {"scheduling_strategy": {"type": "colocation", "target": "actor"}}},
             "rollout.scheduling_strategy",
@@ -118,12 +114,12 @@ def test_check_supported_feature_not_there_is_named(change: dict[str, Any], key:
 
 def test_check_supported_names_all_settings_at_once() -> None:
     config = _changed(
-        scheduler={"type": "local"}, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
+        enable_offload=True, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
     )
 
     keys = [line.partition("=")[0] for line in unsupported(config)]
 
-    assert keys == ["scheduler.type", "actor.use_lora", "rollout.backend"]
+    assert keys == ["enable_offload", "actor.use_lora", "rollout.backend"]
 
 
 def test_check_supported_unused_sections_do_not_count() -> None:

@@ -93,12 +93,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 def test_dry_run_lists_every_refusal(
     dry_run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl_config(tmp_path, model, "scheduler.type=local", "actor.use_lora=true", "critic={}")
+    config = rl_config(tmp_path, model, "enable_offload=true", "actor.use_lora=true", "critic={}")
     with pytest.raises(SystemExit) as stopped:
         PPOTrainer(config, train_dataset=rl_rows(config))
     printed = capsys.readouterr().out
     assert stopped.value.code == 2
-    assert [word in printed for word in ("refused: scheduler.type", "actor.use_lora", "refused: critic")] == [True] * 3
+    assert [word in printed for word in ("refused: enable_offload", "actor.use_lora", "refused: critic")] == [True] * 3
     assert "the run can start" not in printed
 
 

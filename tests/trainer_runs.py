@@ -175,9 +175,19 @@ class RecordingTrainer(PPOTrainer):
         return refs
 
 
-def record_rl(config: GRPOConfig, *, reward_fn: Any = REWARD, dataset: Any = None, **train: Any) -> RecordingTrainer:
+def record_rl(
+    config: GRPOConfig,
+    *,
+    reward_fn: Any = REWARD,
+    dataset: Any = None,
+    valid: Any = None,
+    trainer_class: Any = RecordingTrainer,
+    **train: Any,
+) -> Any:
     """Like ``run_rl``, with the (closed) trainer as the result."""
     stats_tracker.export_all(reset=True)
-    with RecordingTrainer(config, train_dataset=rl_rows(config) if dataset is None else dataset) as trainer:
+    with trainer_class(
+        config, train_dataset=rl_rows(config) if dataset is None else dataset, valid_dataset=valid
+    ) as trainer:
         trainer.train(**{"workflow": WORKFLOW, "workflow_kwargs": workflow_kwargs(config, reward_fn), **train})
     return trainer

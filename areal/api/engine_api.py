@@ -10,6 +10,8 @@ import abc
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from areal.api.remote import remote
+
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
@@ -36,6 +38,7 @@ AcceptFn = Callable[[dict[str, Any]], bool]
 class EngineTopology(abc.ABC):
     """Where a train engine's rank stands among the others."""
 
+    @remote
     @abc.abstractmethod
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the process groups of ``parallel_strategy`` (None: that of ``config.backend``)."""
@@ -65,10 +68,12 @@ class EngineTopology(abc.ABC):
     def cpu_group(self) -> dist.ProcessGroup | None:
         """All ranks, over gloo; None when there is one rank."""
 
+    @remote
     @abc.abstractmethod
     def current_data_parallel_head(self) -> int:
         """Global rank that owns the rows of this model-parallel group."""
 
+    @remote
     @abc.abstractmethod
     def is_data_parallel_head(self) -> bool:
         """Whether this rank is that head."""
@@ -77,14 +82,17 @@ class EngineTopology(abc.ABC):
 class EngineCompute(abc.ABC):
     """Forward, backward and the optimizer step."""
 
+    @remote
     @abc.abstractmethod
     def train(self, mode: bool = True) -> Any:
         """Switch dropout and gradient checkpointing on; call before an update."""
 
+    @remote
     @abc.abstractmethod
     def eval(self) -> Any:
         """Switch them off."""
 
+    @remote
     @abc.abstractmethod
     def train_batch(
         self, input_: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, token_mask: str | None = None
@@ -102,12 +110,14 @@ class EngineCompute(abc.ABC):
             this step, ``num_micro_batches``.
         """
 
+    @remote
     @abc.abstractmethod
     def eval_batch(
         self, input_: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, *, token_mask: str | None = None
     ) -> Tensor | None:
         """Weighted mean loss without gradients, reduced over data-parallel ranks."""
 
+    @remote
     @abc.abstractmethod
     def forward_batch(
         self, input_: Any, output_seqlens: list[int] | None = None, aggregate_fn: Callable[..., Any] | None = None
@@ -128,6 +138,7 @@ class EngineCompute(abc.ABC):
     def optimizer_step(self) -> dict[str, float]:
         """Clip and step; returns ``update_successful``, ``grad_norm`` and ``lr``."""
 
+    @remote
     @abc.abstractmethod
     def lr_scheduler_step(self) -> None:
         """Advance the learning rate by one global step."""
@@ -136,10 +147,12 @@ class EngineCompute(abc.ABC):
 class EngineState(abc.ABC):
     """Weights, versions and checkpoints."""
 
+    @remote
     @abc.abstractmethod
     def save(self, meta: SaveLoadMeta) -> None:
         """Write ``hf`` (to exchange) or ``dcp`` (to resume); every rank must call."""
 
+    @remote
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
         """Read what :meth:`save` wrote; every rank must call."""
@@ -148,10 +161,12 @@ class EngineState(abc.ABC):
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """``(checkpoint name, full tensor)`` in model order; every rank must iterate."""
 
+    @remote
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
         """Record the weight version this engine holds."""
 
+    @remote
     @abc.abstractmethod
     def get_version(self) -> int:
         """The weight version this engine holds."""
@@ -172,6 +187,7 @@ class EngineState(abc.ABC):
 class TrainEngine(EngineTopology, EngineCompute, EngineState):
     """One model that learns: topology, compute and state under one name."""
 
+    @remote
     @abc.abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, **kwargs: Any) -> None:
         """Build or load the model, its optimizer and its schedule."""
@@ -186,6 +202,7 @@ class TrainEngine(EngineTopology, EngineCompute, EngineState):
     def device(self) -> torch.device:
         """Where this rank computes."""
 
+    @remote
     @abc.abstractmethod
     def export_stats(self) -> dict[str, float]:
         """Statistics since the last call, reduced over data-parallel ranks."""

@@ -58,7 +58,7 @@ class TrajectoryRef:
         rewards: reward of each sequence.
         min_version: oldest weight version that drew one of its tokens; -1 if none was drawn.
         max_version: newest one.
-        data: the trajectory itself.
+        data: the trajectory itself; where it stays with a rollout worker, a mapping that fetches what is read.
     """
 
     row: Row

@@ -6,6 +6,7 @@ Called by the trainers. Every engine and role is hosted by a scheduler, which de
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +18,21 @@ from areal.api.scheduler_api import Job
 from areal.engine.core.weight_sync import InProcessPublisher
 from areal.engine.inference.embedded import EmbeddedInfEngine
 from areal.engine.native.engine import NativeEngine
+from areal.infra.scheduler.inline import InlineScheduler
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.roles import TRAIN_ENGINES
-from areal.utils import logging
-from areal.utils.errors import UnsupportedFeatureError
+from areal.trainer.sft.learner import LMLearner
+from areal.utils import logging, stats_tracker
+from areal.utils.errors import EngineError, UnsupportedFeatureError
 from areal.utils.threads import process_threads, split_threads
 
 if TYPE_CHECKING:
-    from areal.api.cli_args import InferenceEngineConfig, PPOConfig, TrainEngineConfig
+    from areal.api.cli_args import InferenceEngineConfig, PPOConfig, SFTConfig, TrainEngineConfig
     from areal.api.engine_api import InferenceEngine, TrainEngine
     from areal.api.io_struct import FinetuneSpec
-    from areal.infra.scheduler.inline import InlineScheduler
+    from areal.api.trajectory import TrajectoryRef
+    from areal.trainer.remote_builder import RemoteLearnerParts, RemoteRLParts
 
 logger = logging.getLogger("Builder")
 
@@ -54,6 +58,36 @@ class RLParts:
     def engines(self) -> dict[str, TrainEngine]:
         """Engines whose state a recover point holds, by checkpoint name."""
         return {"default": self.actor.engine}
+
+    def claim(self, refs: Sequence[TrajectoryRef]) -> Any:
+        """The step's batch. TensorLostError where a trajectory is gone, which cannot happen in one process."""
+        return self.actor.pack([ref.data for ref in refs])
+
+    def reopen_step(self, refs: Sequence[TrajectoryRef]) -> int:
+        """Rows of lost trajectories go back to the queue; here none is ever lost."""
+        raise EngineError(f"{len(refs)} trajectories of this process cannot be lost")
+
+    def export_stats(self) -> dict[str, float]:
+        """Statistics of the rollouts since the last call; those of the roles are in this process's trackers."""
+        return {**self.rollout.train.export_stats(), **self.rollout.eval.export_stats()}
+
+    def destroy(self) -> None:
+        """Nothing: the scheduler hosts every object and destroys it."""
+
+
+@dataclass
+class LearnerParts:
+    """The objects of one supervised run in this process."""
+
+    engine: TrainEngine
+    learner: LMLearner
+
+    def export_stats(self) -> dict[str, float]:
+        """Statistics since the last call, reduced over all ranks."""
+        return stats_tracker.export_all(self.engine.data_parallel_group)
+
+    def destroy(self) -> None:
+        """Nothing: the scheduler hosts every object and destroys it."""
 
 
 def build_train_engine(
@@ -107,11 +141,15 @@ def build_rollout(
     return RolloutParts(sampler, training, evaluation)
 
 
-def build_rl(scheduler: InlineScheduler, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts:
+def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts | RemoteRLParts:
     """Actor, reference model (only with a KL term), rollout and the weight path between them.
 
     Everything is hosted by ``scheduler``; if the building fails, the caller deletes the workers.
     """
+    if not isinstance(scheduler, InlineScheduler):
+        from areal.trainer.remote_builder import build_remote_rl
+
+        return build_remote_rl(scheduler, config, ft_spec)
     engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
     actor = scheduler.host("actor/0", PPOActor(config.actor, engine), "actor/0")
     ref = None
@@ -124,3 +162,13 @@ def build_rl(scheduler: InlineScheduler, config: PPOConfig, ft_spec: FinetuneSpe
     engine.connect_engine(rollout.train, WeightUpdateMeta(type="inproc"))
     engine.attach_weight_updater(weights)
     return RLParts(actor, ref, rollout, weights)
+
+
+def build_learner(scheduler: Any, config: SFTConfig, ft_spec: FinetuneSpec) -> LearnerParts | RemoteLearnerParts:
+    """The engine of a supervised run and its learner; hosted by ``scheduler``."""
+    if not isinstance(scheduler, InlineScheduler):
+        from areal.trainer.remote_builder import build_remote_learner
+
+        return build_remote_learner(scheduler, config, ft_spec)
+    engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
+    return LearnerParts(engine, LMLearner(engine))

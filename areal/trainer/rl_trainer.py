@@ -11,9 +11,11 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import StepInfo
-from areal.infra.scheduler.inline import InlineScheduler
+from areal.infra.rpc.errors import TensorLostError
 from areal.trainer.builder import build_rl
-from areal.trainer.run import ClosingRun, prepare_run
+from areal.trainer.diagnostics import start_diagnostics
+from areal.trainer.follower import follow
+from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
 from areal.utils import logging, stats_tracker
 from areal.utils.errors import ConfigError
 from areal.utils.threads import release_thread_pool
@@ -42,14 +44,27 @@ class PPOTrainer(ClosingRun):
 
     def __init__(self, config: PPOConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config
-        setup = prepare_run(config, train_dataset, valid_dataset, gconfig=config.gconfig)
+        self._datasets = (train_dataset, valid_dataset)
+        self._restarts = RestartBudget(config.recover)
+        self.follower = follow(config)
+        if self.follower is None:
+            self._open()
+
+    def _open(self) -> None:
+        """Build the run, from the newest recover point if there is one; also after a train worker was lost."""
+        config = self.config
+        setup = prepare_run(config, *self._datasets, gconfig=config.gconfig)
         self.loader, self.valid_loader = setup.loader, setup.valid_loader
         self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
-        self.scheduler = InlineScheduler()
+        with closing_if_it_fails(self.hooks):
+            self.scheduler = build_scheduler(config)
         with self.closing_on_error():
+            diagnostics = start_diagnostics(self.hooks, self.scheduler)
             self.parts = build_rl(self.scheduler, config, setup.ft_spec, self.tokenizer)
             self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
             self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
+            for rollout in (self.rollout, self.eval_rollout):
+                diagnostics.watch(rollout.executor)
             self.rollout.executor.use_ledger(self.phase.ledger)
             self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
             self.start_step = self._recover()
@@ -85,19 +100,38 @@ class PPOTrainer(ClosingRun):
         """
         if workflow is None:
             raise ConfigError("PPOTrainer.train needs a workflow: an object, a class or an import string")
+        if self.follower is not None:
+            self.follower.wait()
+            return
         total = self.plan.total_steps
         if total_epochs is not None:
             total = min(total, total_epochs * self.plan.steps_per_epoch)
         evaluation = (eval_workflow, eval_workflow_kwargs)
+        recipe = (workflow, workflow_kwargs, dynamic_filter_fn)
         gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
+        again = False
+        while True:
+            try:
+                if again:
+                    self.reopen()  # may lose a worker as well
+                self._run_steps(total, recipe, evaluation)
+            except Exception as exc:  # noqa: BLE001 - spend() raises it again unless a restart mends it
+                self.note_error(exc)
+                self._restarts.spend(exc)
+                again = True
+            else:
+                return
+
+    def _run_steps(self, total: int, recipe: tuple[Any, ...], evaluation: tuple[Any, Any]) -> None:
+        """Every step from ``start_step`` on."""
         self.phase.restart()
         if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
             with self.phase("eval"):
                 self._evaluate(*evaluation)
-            self.hooks.commit_initial(stats_tracker.export_all())
+            self.hooks.commit_initial({**stats_tracker.export_all(), **self.parts.export_stats()})
             self.rollout.resume()
         for step in self.hooks.steps(self.start_step, total):
-            refs = self._train_step(step, workflow, workflow_kwargs, dynamic_filter_fn)
+            refs = self._train_step(step, *recipe)
             self._finish_step(step, refs, evaluation)
 
     def _train_step(
@@ -112,19 +146,15 @@ class PPOTrainer(ClosingRun):
         with self.phase("rollout"):
             if config.rollout.synchronous:
                 release_thread_pool()  # this thread only waits now
-            refs = self.rollout.executor.next_batch(
-                self.loader,
-                workflow,
-                workflow_kwargs,
-                should_accept_fn=dynamic_filter_fn,
-                group_size=config.gconfig.n_samples,
-                dynamic_bs=config.dynamic_bs,
-            )
+            refs, batch = self._next_batch(workflow, workflow_kwargs, dynamic_filter_fn)
         self.hooks.saver.maybe_wait_for_staging()
-        if refs:
-            self._learn(refs)
-        else:  # dynamic batch size, and the filter refused every row
-            logger.warning(f"step {step.global_step}: no group was accepted, so the weights stay as they are")
+        if batch is not None:
+            self._learn(batch)
+        else:  # dynamic batch size, and the filter refused (nearly) every row
+            logger.warning(
+                f"step {step.global_step}: {len(refs)} groups were accepted, too few to train on, so the weights stay "
+                "as they are"
+            )
         self.actor.engine.step_lr_scheduler()
         if config.rollout.synchronous:
             self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
@@ -133,9 +163,29 @@ class PPOTrainer(ClosingRun):
             self.rollout.executor.step_done()
         return refs
 
-    def _learn(self, refs: list[TrajectoryRef]) -> None:
+    def _next_batch(
+        self, workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None, accept: AcceptFn | str | None
+    ) -> tuple[list[TrajectoryRef], Any]:
+        """The groups of the next step, and the batch they make; None instead of a batch where they are too few."""
+        while True:
+            refs = self.rollout.executor.next_batch(
+                self.loader,
+                workflow,
+                workflow_kwargs,
+                should_accept_fn=accept,
+                group_size=self.config.gconfig.n_samples,
+                dynamic_bs=self.config.dynamic_bs,
+            )
+            if len(refs) < self.actor.least_rows:
+                return refs, None
+            try:
+                return refs, self.parts.claim(refs)
+            except TensorLostError as exc:
+                lost = self.parts.reopen_step(refs)
+                logger.warning(f"{lost} rows of this step are generated again, their worker is gone: {exc}")
+
+    def _learn(self, batch: Any) -> None:
         """Score a step's groups and update the policy on them."""
-        batch = self.actor.pack([ref.data for ref in refs])
         if self.ref is not None:
             with self.phase("ref_logp"):
                 batch = self.ref.annotate(batch, "ref_logp")
@@ -156,8 +206,7 @@ class PPOTrainer(ClosingRun):
             with self.phase("eval"):
                 self._evaluate(*evaluation)
         stats = stats_tracker.export_all()
-        stats.update(self.rollout.export_stats())
-        stats.update(self.eval_rollout.export_stats())
+        stats.update(self.parts.export_stats())
         self.rollout.resume()
         stats.update(self.phase.export())
         self.hooks.commit(step, stats, refs)

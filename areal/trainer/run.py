@@ -5,24 +5,36 @@ Called by the trainers' constructors; nothing here loads a model.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from areal.api.config.support import check_supported
 from areal.api.io_struct import FinetuneSpec
-from areal.infra.scheduler.inline import InlineScheduler
+from areal.infra.rpc.errors import RPCConnectionError, TensorLostError
+from areal.infra.run_context import RunContext
+from areal.infra.scheduler import make_scheduler
+from areal.infra.scheduler.attached import attach
+from areal.infra.scheduler.exceptions import WorkerTimeoutError
+from areal.trainer.follower import Follower
 from areal.trainer.hooks import RunHooks
 from areal.trainer.phases import PhaseClock
 from areal.trainer.plan import RunPlan, prepare_plan
-from areal.utils import environ, logging
+from areal.utils import environ, logging, stats_tracker
 from areal.utils.dataloader import EvalLoader, RowLoader, create_dataloader, create_eval_dataloader
-from areal.utils.errors import ConfigError
+from areal.utils.errors import ConfigError, WorkerFailedError
 from areal.utils.fs import get_log_path
 from areal.utils.hf_utils import load_hf_tokenizer
 from areal.utils.seeding import set_random_seed
+
+if TYPE_CHECKING:
+    from areal.api.config.timers import RecoverConfig
+
+_LOSSES = (WorkerFailedError, WorkerTimeoutError, RPCConnectionError, TensorLostError)
+_FIRST_RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 
 
 @dataclass
@@ -67,7 +79,7 @@ def prepare_run(
     rank = environ.rank() if world_size > 1 else 0
     loader = create_dataloader(train_dataset, rank, world_size, config.train_dataset, collate_fn, seed=config.seed)
     plan = prepare_plan(config, loader, gconfig)
-    check_supported(config)
+    check_supported(config, spmd=not environ.is_single_controller())
     valid_loader = None
     if valid_dataset is not None and config.valid_dataset is not None:
         valid_loader = create_eval_dataloader(valid_dataset, rank, world_size, config.valid_dataset, collate_fn)
@@ -93,16 +105,85 @@ def _capture_beside_run(config: Any) -> None:
         capture.directory = str(logs / "failures")
 
 
+def build_scheduler(config: Any) -> Any:
+    """The scheduler of a run, by ``scheduler.type``; null means local. Under a launcher it is the launcher's workers.
+
+    Raises:
+        ConfigError: something that worker processes need (a directory, a store, a command) is not there.
+    """
+    if not environ.is_single_controller():
+        return attach(config)
+    kind = config.scheduler.type or "local"
+    return make_scheduler(kind, None if kind == "inline" else RunContext.from_config(config))
+
+
+@contextmanager
+def closing_if_it_fails(hooks: RunHooks) -> Iterator[None]:
+    """Close what a run has open if the block, which builds its scheduler, raises."""
+    try:
+        yield
+    except BaseException:
+        hooks.close()
+        raise
+
+
+class RestartBudget:
+    """Decides whether a run that lost a train worker starts again from its newest recover point.
+
+    Args:
+        config: ``recover``; its ``retries`` bound the restarts of one controller.
+    """
+
+    def __init__(self, config: RecoverConfig) -> None:
+        self._config = config
+        self._used = 0
+
+    def spend(self, error: BaseException) -> None:
+        """Return, after a pause, if the run may restart.
+
+        Raises:
+            BaseException: ``error``, when it is none that a restart mends, recovery is off, or the budget is used up.
+        """
+        death = worker_death(error)
+        if death is None or not environ.is_single_controller():  # a launcher starts the whole run again
+            raise error
+        if self._config.mode not in ("on", "auto"):
+            error.add_note("set recover.mode=auto (with recover.freq_steps) to have runs restart from a recover point")
+            raise error
+        if self._used >= self._config.retries:
+            error.add_note(f"the run was restarted recover.retries={self._config.retries} times before")
+            raise error
+        pause_s = min(_FIRST_RESTART_S * 2**self._used, _LONGEST_RESTART_S)
+        self._used += 1
+        logging.getLogger("Recover").warning(
+            f"a train worker was lost; restart {self._used} of {self._config.retries} in {pause_s:g} s: {death}"
+        )
+        time.sleep(pause_s)
+
+
+def worker_death(error: BaseException | None) -> BaseException | None:
+    """The loss of a worker that ``error`` is, or was caused by."""
+    while error is not None:
+        if isinstance(error, _LOSSES):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 class ClosingRun:
     """A trainer as a context manager: an error is logged and goes on, the run is closed in any case.
 
     Attributes:
         hooks: what the run has open; set before ``scheduler`` hosts anything.
         scheduler: hosts every engine of the run.
+        parts: objects of this process that end before the workers do; None until they are built.
+        follower: stands for the run on ranks that do not control it; None where this process does.
     """
 
     hooks: RunHooks
-    scheduler: InlineScheduler
+    scheduler: Any
+    parts: Any = None
+    follower: Follower | None = None
 
     @contextmanager
     def closing_on_error(self) -> Iterator[None]:
@@ -113,12 +194,33 @@ class ClosingRun:
             self.close()
             raise
 
+    def _open(self) -> None:
+        """Build the run, from the newest recover point if there is one."""
+        raise NotImplementedError
+
+    def reopen(self) -> None:
+        """Build the run again from its newest recover point, whatever could not be closed properly."""
+        try:
+            self.close()
+        except Exception as exc:  # noqa: BLE001 - such as a checkpoint that the lost worker was writing
+            logging.getLogger("Recover").warning(f"given up with the lost worker: {type(exc).__name__}: {exc}")
+        stats_tracker.export_all(reset=True)  # of the step that is undone
+        self._open()
+
+    def note_error(self, error: BaseException) -> None:
+        """Let whoever looks at the run see what went wrong."""
+        if self.hooks.diagnostics is not None:
+            self.hooks.diagnostics.note_error(error)
+
     def close(self) -> None:
         """Finish pending writes and free every engine; safe to call twice."""
-        try:
-            self.hooks.close()
-        finally:
-            self.scheduler.delete_workers()
+        if self.follower is not None:
+            return
+        with ExitStack() as parts:  # last in, first out, each even if one before it fails
+            parts.callback(self.scheduler.close)
+            if self.parts is not None:
+                parts.callback(self.parts.destroy)
+            parts.callback(self.hooks.close)
 
     def __enter__(self) -> Self:
         return self
@@ -129,4 +231,5 @@ class ClosingRun:
         if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt)):
             logger = logging.getLogger(type(self).__name__)
             logger.error(f"training stopped: {type(error).__name__}: {error}")
+            self.note_error(error)
         self.close()

@@ -13,10 +13,11 @@ import torch
 
 from areal.api.io_struct import StepInfo
 from areal.infra.scheduler.inline import InlineScheduler
-from areal.trainer.builder import build_train_engine
-from areal.trainer.run import ClosingRun, prepare_run
-from areal.trainer.sft.learner import LMLearner
-from areal.utils import environ, stats_tracker
+from areal.trainer.builder import build_learner
+from areal.trainer.diagnostics import start_diagnostics
+from areal.trainer.follower import follow
+from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
+from areal.utils import environ
 
 if TYPE_CHECKING:
     from areal.api.cli_args import SFTConfig
@@ -47,15 +48,25 @@ class SFTTrainer(ClosingRun):
 
     def __init__(self, config: SFTConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
         self.config = config
-        setup = prepare_run(
-            config, train_dataset, valid_dataset, collate_fn=collate_tokens, world_size=environ.world_size()
-        )
+        self._datasets = (train_dataset, valid_dataset)
+        self._restarts = RestartBudget(config.recover)
+        self.follower = follow(config)
+        if self.follower is None:
+            self._open()
+
+    def _open(self) -> None:
+        """Build the run, from the newest recover point if there is one; also after a train worker was lost."""
+        config = self.config
+        ranks = environ.world_size() if environ.is_single_controller() else 1  # a launcher's rank 0 controls all
+        setup = prepare_run(config, *self._datasets, collate_fn=collate_tokens, world_size=ranks)
         self.loader, self.valid_loader = setup.loader, setup.valid_loader
         self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
-        self.scheduler = InlineScheduler()
+        with closing_if_it_fails(self.hooks):
+            self.scheduler = InlineScheduler() if ranks > 1 else build_scheduler(config)
         with self.closing_on_error():
-            self.engine = build_train_engine(self.scheduler, "actor", config.actor, setup.ft_spec)
-            self.learner = LMLearner(self.engine)
+            start_diagnostics(self.hooks, self.scheduler)
+            self.parts = build_learner(self.scheduler, config, setup.ft_spec)
+            self.engine, self.learner = self.parts.engine, self.parts.learner
             info = self.hooks.recover({"default": self.engine}, self.loader)
         self.start_step = 0 if info is None else info.last_step_info.global_step + 1
 
@@ -65,13 +76,31 @@ class SFTTrainer(ClosingRun):
         Args:
             stop_fn: asked after each update; true ends the run there, and that step is saved like a last one.
         """
-        batches = self._batches()
+        if self.follower is not None:
+            self.follower.wait()
+            return
         gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
+        again = False
+        while True:
+            try:
+                if again:
+                    self.reopen()  # may lose a worker as well
+                self._run_steps(stop_fn)
+            except Exception as exc:  # noqa: BLE001 - spend() raises it again unless a restart mends it
+                self.note_error(exc)
+                self._restarts.spend(exc)
+                again = True
+            else:
+                return
+
+    def _run_steps(self, stop_fn: Callable[[StepInfo], bool] | None) -> None:
+        """Every step from ``start_step`` on."""
+        batches = self._batches()
         self.phase.restart()
         if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
             with self.phase("eval"):
                 self._evaluate()
-            self.hooks.commit_initial(stats_tracker.export_all(self.engine.data_parallel_group))
+            self.hooks.commit_initial(self.parts.export_stats())
         for step in self.hooks.steps(self.start_step, self.plan.total_steps):
             with self.phase("load_bcast"):
                 batch = next(batches)
@@ -97,7 +126,7 @@ class SFTTrainer(ClosingRun):
         if self.hooks.should_evaluate(step):
             with self.phase("eval"):
                 self._evaluate()
-        stats = stats_tracker.export_all(self.engine.data_parallel_group)
+        stats = self.parts.export_stats()
         stats.update(self.phase.export())
         self.hooks.commit(step, stats)
         with self.phase("checkpoint_for_recover"):  # last, so that the point covers everything the step left behind

@@ -157,13 +157,24 @@ def balanced_greedy_partition(nums: Sequence[int], K: int) -> list[list[int]]:
     n = len(nums)
     if K < 1 or n < K or n % K:
         raise ValueError(f"{n} numbers do not divide into K={K} groups of equal count; K must divide their number")
-    size = n // K
-    groups: list[list[int]] = [[] for _ in range(K)]
-    heap = [(0, g) for g in range(K)]
-    for index in sorted(range(n), key=lambda i: -nums[i]):
+    return balanced_partition(nums, K)
+
+
+def balanced_partition(nums: Sequence[int], k: int) -> list[list[int]]:
+    """As :func:`balanced_greedy_partition`, with any number of members: counts differ by at most one.
+
+    The first groups are the fuller ones; with fewer numbers than groups the last groups stay empty.
+    """
+    if k < 1:
+        raise ValueError(f"k={k} must be >= 1")
+    size, rest = divmod(len(nums), k)
+    room = [size + (g < rest) for g in range(k)]
+    groups: list[list[int]] = [[] for _ in range(k)]
+    heap = [(0, g) for g in range(k) if room[g]]
+    for index in sorted(range(len(nums)), key=lambda i: -nums[i]):
         total, g = heapq.heappop(heap)
         groups[g].append(index)
-        if len(groups[g]) < size:
+        if len(groups[g]) < room[g]:
             heapq.heappush(heap, (total + nums[index], g))
     return groups
 

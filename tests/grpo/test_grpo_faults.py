@@ -134,7 +134,6 @@ def test_dataset_smaller_than_a_batch_is_refused_before_a_model_loads(policy: st
 @pytest.mark.parametrize(
     ("override", "word"),
     [
-        ("scheduler.type=local", "scheduler.type"),
         ("critic={}", "critic"),
         ("actor.use_lora=true", "use_lora"),
         ("rollout.backend=sglang:d1", "rollout.backend"),

@@ -32,7 +32,7 @@ def test_engine_that_cannot_be_built_leaves_nothing_open(
     close = RunHooks.close
     monkeypatch.setattr(RunHooks, "close", lambda self: (closed.append(True), close(self)))
     with monkeypatch.context() as patch:
-        patch.setattr(sft_trainer, "build_train_engine", broken)
+        patch.setattr(sft_trainer, "build_learner", broken)
         with pytest.raises(MemoryError):
             SFTTrainer(config, train_dataset=sft_rows(config))
     assert closed == [True]

@@ -9,6 +9,7 @@ hardware can be read and checked. A section counts only if the run uses it: ``vl
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,19 +50,15 @@ def _is_given(value: Any) -> bool:
 
 
 ROOT = (
-    Missing("allocation_mode", "SPMD launchers are not available; set actor.backend and rollout.backend", bool),
     Missing("enable_offload", "trainers do not take turns with offload() and onload(); set it to false", _is_true),
     Missing("memory_profiler", "device memory snapshots are not available; set it to null", _is_given),
     Missing("critic", "value models are not available; set it to null (GRPO needs none)", _is_given),
     Missing("teacher", "distillation is not available; set it to null", _is_given),
-    Missing("recover.retries", "launchers, which restart runs, are not available; leave it at 3", None),
     Missing("rollout.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
     Missing("actor.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
-    Missing(
-        "cluster.name_resolve.type",
-        "this store is not available; use nfs or memory",
-        lambda value: value not in ("nfs", "memory"),
-    ),
+)
+SINGLE_CONTROLLER = (
+    Missing("allocation_mode", "only SPMD launchers read it; set actor.backend and rollout.backend", bool),
 )
 TRAIN = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
@@ -70,7 +67,7 @@ TRAIN = (
     Missing("enable_tree_training", "prefix-tree training is not available; set it to false", _is_true),
     Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
     Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
-    Missing("weight_update_mode", "inline runs copy weights in the process; use auto", lambda v: v != "auto"),
+    Missing("weight_update_mode", "use auto or shm", lambda v: v not in ("auto", "shm")),
     Missing("is_critic", "value heads are not available; set it to false", _is_true),
 )
 FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; set it to false", _is_true),)
@@ -96,23 +93,24 @@ GENERATION = (
 DATASET = (Missing("num_dataset_workers", "remote data workers are not available; leave it at 1", None),)
 
 
-def check_supported(config: Any) -> None:
+def check_supported(config: Any, *, spmd: bool = False) -> None:
     """Refuse a run that asks for something this version cannot do.
 
     Args:
         config: experiment root (``PPOConfig``, ``SFTConfig``, …).
+        spmd: an SPMD launcher started this process.
     Raises:
         UnsupportedFeatureError: names every offending key, its value and the remedy.
     """
-    problems = unsupported(config)
+    problems = unsupported(config, spmd=spmd)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise UnsupportedFeatureError(f"this run asks for what is not available:\n{listed}")
 
 
-def unsupported(config: Any) -> list[str]:
+def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
     """Return one line per setting that cannot be honoured; empty when the run can be built."""
-    problems = [*_scheduler(config), *_find(config, "", ROOT)]
+    problems = [*_find(config, "", ROOT if spmd else (*SINGLE_CONTROLLER, *ROOT))]
     for role in _TRAIN_ROLES:
         engine = getattr(config, role, None)
         if role == "ref" and getattr(config.actor, "kl_ctl", 1) == 0:
@@ -121,7 +119,7 @@ def unsupported(config: Any) -> list[str]:
             problems.extend(_train_engine(engine, role))
     rollout = getattr(config, "rollout", None)
     if is_section(rollout):
-        problems.extend(_backend(rollout.backend, "rollout", ("native",)))
+        problems.extend(_backend(rollout.backend, "rollout", ("native",), inline=config.scheduler.type == "inline"))
         problems.extend(_find(rollout, "rollout", ROLLOUT))
     for name in ("gconfig", "eval_gconfig"):
         if is_section(getattr(config, name, None)):
@@ -132,13 +130,6 @@ def unsupported(config: Any) -> list[str]:
     return problems
 
 
-def _scheduler(config: Any) -> Iterator[str]:
-    kind = config.scheduler.type
-    if kind != "inline":
-        shown = "null (which means local)" if kind is None else kind
-        yield f"scheduler.type={shown}: worker processes are not available; set scheduler.type=inline"
-
-
 def _train_engine(engine: Any, role: str) -> Iterator[str]:
     yield from _backend(engine.backend, role, ("fsdp",))
     yield from _find(engine, role, (*TRAIN, *FSDP, *PPO))
@@ -146,12 +137,14 @@ def _train_engine(engine: Any, role: str) -> Iterator[str]:
         yield f"{role}.path='': a model directory or hub id is needed"
 
 
-def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:
+def _backend(text: str, role: str, available: tuple[str, ...], *, inline: bool = False) -> Iterator[str]:
     kind, _, sizes = text.partition(":")
     if kind.partition("[")[0].strip() not in available:
         yield f"{role}.backend={text}: not available; use {' or '.join(f'{name}:d1' for name in available)}"
-    elif role == "rollout" and sizes.strip() != "d1":
-        yield f"{role}.backend={text}: one replica only is available; use {available[0]}:d1"
+    elif role == "rollout" and inline and sizes.strip() != "d1":
+        yield f"{role}.backend={text}: scheduler.type=inline hosts one replica; use {available[0]}:d1 or type=local"
+    elif role == "rollout" and not re.fullmatch(r"d\d+", sizes.strip()):
+        yield f"{role}.backend={text}: a {available[0]} replica is one process; use {available[0]}:dN"
 
 
 def _find(config: Any, path: str, table: tuple[Missing, ...]) -> Iterator[str]:

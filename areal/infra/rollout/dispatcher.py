@@ -20,7 +20,7 @@ from areal.api.trajectory import TrajectoryRef
 from areal.infra.rollout.admission import AdmissionGate, admit_together
 from areal.infra.rollout.failures import Backoff, FailureWindow, RolloutFailedError, RolloutStoppedError
 from areal.infra.rollout.feeder import Feeder
-from areal.infra.rollout.groups import GroupResult, GroupRunner, GroupTask
+from areal.infra.rollout.groups import GroupResult, GroupTask, RemoteRunner
 from areal.infra.rollout.rows import RowLedger
 from areal.infra.rollout.staleness import StalenessManager
 from areal.infra.rollout.task_runner import AsyncTaskRunner
@@ -76,7 +76,7 @@ class Dispatcher:
     def __init__(
         self,
         runner: AsyncTaskRunner,
-        groups: GroupRunner,
+        groups: RemoteRunner,
         manager: StalenessManager,
         ledger: RowLedger,
         window: FailureWindow,
@@ -329,8 +329,8 @@ class Dispatcher:
         (self.waiting if task.from_loader else self.submitted).appendleft(task)
         self.manager.on_rollout_enqueued()
 
-    def regenerate(self, item: Finished) -> None:
-        """Let go of an accepted group that is too old and generate its row again. The caller holds the condition."""
+    def regenerate(self, item: Finished, why: str = "stale") -> None:
+        """Let go of an accepted group (too old, or gone) and generate its row again. The caller holds the condition."""
         self.manager.on_rollout_consumed()
-        self.counts["stale"] += 1
+        self.counts[why] += 1
         self._requeue(item.task)

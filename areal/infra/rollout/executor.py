@@ -13,7 +13,7 @@ prepare_batch, pause, resume) are the same machinery.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from areal.api.trajectory import TrajectoryRef
@@ -22,8 +22,10 @@ from areal.infra.rollout.admission import admission_gate
 from areal.infra.rollout.dispatcher import Dispatcher, DispatchLimits
 from areal.infra.rollout.dump import TrajectoryDumper, build_dumper
 from areal.infra.rollout.failures import FailureWindow, RolloutStoppedError
-from areal.infra.rollout.groups import GroupResult, GroupRunner, GroupTask
+from areal.infra.rollout.groups import GroupResult, GroupRunner, GroupTask, RemoteRunner
+from areal.infra.rollout.lost_groups import LostGroups
 from areal.infra.rollout.probe import RolloutProbe
+from areal.infra.rollout.recipe import RecipeResolver
 from areal.infra.rollout.resolve import WorkflowResolver
 from areal.infra.rollout.rows import RowLedger
 from areal.infra.rollout.staleness import StalenessManager
@@ -55,6 +57,7 @@ class WorkflowExecutor:
         tokenizer: decodes dumped trajectories; None dumps token ids only.
         is_eval: evaluation: no staleness bound, statistics under ``eval-rollout``.
         dump_dir: write trajectories there; None follows ``config.dump_to_file``.
+        remote: runs the groups in other processes; None runs them here, against ``engine``.
     """
 
     def __init__(  # noqa: PLR0913 - the pieces it joins
@@ -66,6 +69,7 @@ class WorkflowExecutor:
         tokenizer: Any = None,
         is_eval: bool = False,
         dump_dir: str | os.PathLike[str] | None = None,
+        remote: RemoteRunner | None = None,
     ) -> None:
         self.config = config
         self.ledger = RowLedger()
@@ -80,22 +84,25 @@ class WorkflowExecutor:
         runner = AsyncTaskRunner("eval-rollout" if is_eval else "rollout", lambda error: self._dispatcher.fail(error))
         self._dispatcher = Dispatcher(
             runner,
-            GroupRunner(engine, run_seed, config.episode_timeout_s),
+            remote or GroupRunner(engine, run_seed, config.episode_timeout_s),
             self.staleness_manager,
             self.ledger,
             FailureWindow(config.failure_window, config.max_failure_share, max(8, batch)),
             DispatchLimits(config.max_row_retries, is_eval, config.enable_rollout_tracing, config.queue_size),
         )
-        self._dispatcher.gate = admission_gate(engine)
+        self._dispatcher.gate = admission_gate(engine if remote is None else remote)
         self._dispatcher.on_finish = self._dump
         self.waiter = Waiter(self._dispatcher, config.log_wait_interval_s, config.episode_timeout_s, StepLedger())
-        self._dumper: TrajectoryDumper | None = build_dumper(config, tokenizer, is_eval, dump_dir)
+        self._dumper: TrajectoryDumper | None = None  # rollout workers write their own
+        if remote is None:
+            self._dumper = build_dumper(config, tokenizer, is_eval, dump_dir)
         self._is_eval = is_eval
         self._desk = TaskDesk(self._dispatcher)
         self._steps = StepBook(self._dispatcher, self._desk, "train" if is_eval else config.on_stale)
         name = "eval-rollout" if is_eval else "rollout"
         self.probe = RolloutProbe(name, self._dispatcher, self._steps, self.waiter)
-        self._resolve = WorkflowResolver()
+        self.lost_groups = LostGroups(self._dispatcher, self._steps)
+        self._resolve: Callable[..., Any] = WorkflowResolver() if remote is None else RecipeResolver()
         self._recipe: tuple[Any, ...] = ()
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
@@ -302,7 +309,7 @@ class WorkflowExecutor:
                 lambda: desk.take_oldest(count),
                 lambda: desk.finished() >= count,
                 lambda: f"{max(0, count - desk.finished())} of {count} tasks",
-                WaitLimit(timeout, "timeout", expected=not raise_timeout),
+                WaitLimit(timeout, "timeout", expected=timeout is not None and not raise_timeout),
             )
         except RolloutTimeoutError:
             if raise_timeout or timeout is None:
@@ -326,7 +333,7 @@ class WorkflowExecutor:
                 lambda: self._desk.take(task_id),
                 lambda: task_id in self._dispatcher.results,
                 lambda: f"task {task_id}",
-                WaitLimit(timeout, "timeout", expected=not raise_timeout),
+                WaitLimit(timeout, "timeout", expected=timeout is not None and not raise_timeout),
             )
         except RolloutTimeoutError:
             if raise_timeout or timeout is None:

@@ -14,7 +14,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -76,6 +76,14 @@ class GroupResult:
     def error(self) -> BaseException | None:
         """The first failure among the samples."""
         return next((end for end in self.ends if end is not None), None)
+
+
+class RemoteRunner(Protocol):
+    """Runs groups somewhere else; offers the methods of an ``AdmissionGate`` for batches that are admitted as one."""
+
+    async def run(self, task: GroupTask, on_request: Callable[[], None] | None = None) -> GroupResult:
+        """As :meth:`GroupRunner.run`."""
+        ...
 
 
 class GroupRunner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from areal.api.workflow_api import RolloutWorkflow
 from areal.utils import logging
@@ -25,7 +25,7 @@ def resolve_workflow(workflow: Any, workflow_kwargs: dict[str, Any] | None = Non
         TypeError: something that is no workflow at all.
     """
     target = check_workflow(workflow, workflow_kwargs)
-    return target(**workflow_kwargs) if inspect.isclass(target) else target  # type: ignore[no-any-return]
+    return cast("RolloutWorkflow", target(**(workflow_kwargs or {})) if inspect.isclass(target) else target)
 
 
 def check_workflow(workflow: Any, workflow_kwargs: dict[str, Any] | None = None) -> Any:

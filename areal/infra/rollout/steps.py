@@ -6,9 +6,10 @@ Fixed by the first batch: loader, workflow, filter, group size. Called by the ex
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
-from areal.api.trajectory import Row
+from areal.api.trajectory import Row, TrajectoryRef
 from areal.infra.rollout.acceptance import AcceptFn
 from areal.infra.rollout.dispatcher import Dispatcher, Finished
 from areal.infra.rollout.failures import RowsExhaustedError
@@ -39,7 +40,7 @@ class StepBook:
         self._desk = desk
         self._policy = policy
         self._loader: Any = None
-        self._in_step: list[Row] = []
+        self._in_step: list[Finished] = []
         self.ages: list[int] = []
         self.histogram: Counter[int] = Counter()
 
@@ -121,7 +122,7 @@ class StepBook:
         dispatcher.ready = [item for i, item in enumerate(dispatcher.ready) if i not in picked]
         refs = [item.ref for item in taken if item.ref is not None]
         dispatcher.empty_in_step += count - len(refs)
-        self._in_step += [ref.row for ref in refs]
+        self._in_step += taken
         aged = [(step - ref.min_version, len(ref.lengths)) for ref in refs if ref.min_version >= 0]
         self.ages += [age for age, _ in aged]
         for age, samples in aged:
@@ -130,11 +131,28 @@ class StepBook:
 
     def done(self) -> None:
         """End the rows of the step as trained and free their room; the caller holds the condition."""
-        rows, self._in_step = self._in_step, []
+        rows = [item.ref.row for item in self._in_step if item.ref is not None]
+        self._in_step = []
         self._dispatcher.empty_in_step = 0
         for row in rows:
             self._dispatcher.ledger.end(row, "trained")
         self._dispatcher.manager.on_rollout_consumed(len(rows))
+
+    def regenerate_ready(self, lost: Callable[[TrajectoryRef], bool]) -> int:
+        """Generate again what no step has taken and is lost; the caller holds the condition. Returns how many."""
+        dispatcher = self._dispatcher
+        gone = [item for item in dispatcher.ready if item.ref is not None and lost(item.ref)]
+        gone_ids = {id(item) for item in gone}
+        dispatcher.ready = [item for item in dispatcher.ready if id(item) not in gone_ids]
+        for item in gone:
+            dispatcher.regenerate(item, "lost")
+        return len(gone)
+
+    def reopen(self) -> None:
+        """Put the groups of the open step back among the finished ones; the caller holds the condition."""
+        self._dispatcher.ready += self._in_step
+        self._dispatcher.empty_in_step = 0
+        self._in_step = []
 
     def _set_sizes(self, loader: Any, batch: int) -> None:
         manager = self._dispatcher.manager

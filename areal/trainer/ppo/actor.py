@@ -65,6 +65,9 @@ class PPOActor:
         self.stats_name = stats_name
         self._warned_zero_reference = False
 
+    least_rows = 1
+    """Groups that a step needs at least."""
+
     def pack(self, trajectories: Trajectories | PackedBatch) -> PackedBatch:
         """Pack a step's trajectories once; sequences without ``group_id`` are grouped by trajectory."""
         if isinstance(trajectories, PackedBatch):

@@ -1,0 +1,193 @@
+"""Weights in shared memory: written by the trainer's first rank, mapped by samplers on the same host.
+
+Two anonymous memory files (``memfd``) take turns, so that a version can be read while the next one is written. They
+have no name: the kernel frees them with the last process that holds them, whatever killed it. A reader on the same
+host opens the writer's descriptor through ``/proc``; a reader elsewhere has the bytes sent over the writer's tensor
+stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal.engine.core.weight_sync import ParamRecord, checksum
+from areal.infra.rpc.rtensor import RTensor, local_store, localize
+from areal.utils.errors import WeightSyncError
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass
+class SharedParam:
+    """One tensor in the buffer: its record and where it starts (bytes)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int
+    offset: int
+
+    def record(self) -> ParamRecord:
+        """What a receiver must have recorded."""
+        return ParamRecord(self.name, tuple(self.shape), self.dtype, self.checksum)
+
+
+@dataclass
+class WeightManifest:
+    """Where one version's weights are.
+
+    Attributes:
+        version: of the weights.
+        host: identity of the writer's host and process tree; equal ones share ``/proc``.
+        pid, fd: the writer and its descriptor.
+        size_bytes: of the buffer.
+        params: the tensors, in model order.
+        shard: the same bytes in the writer's tensor store, for readers elsewhere.
+    """
+
+    version: int
+    host: str
+    pid: int
+    fd: int
+    size_bytes: int
+    params: list[SharedParam]
+    shard: RTensor
+
+
+class WeightWriter:
+    """Writes versions into two buffers, in turn."""
+
+    def __init__(self) -> None:
+        self._buffers: list[_Buffer | None] = [None, None]
+        self._turn = 0
+
+    def write(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> WeightManifest:
+        """Copy ``(checkpoint name, full tensor)`` pairs into the older buffer, which no reader may still use.
+
+        Raises:
+            WeightSyncError: the shared memory cannot hold them.
+        """
+        buffer = self._buffers[self._turn]
+        params, offset = [], 0
+        kept: list[tuple[int, Tensor]] = []
+        for name, tensor in pairs:
+            tensor = tensor.detach().contiguous()
+            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            params.append(SharedParam(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0, offset))
+            end = offset + tensor.numel() * tensor.element_size()
+            if buffer is not None and end <= buffer.size:
+                params[-1].checksum = buffer.put(offset, tensor)
+            else:
+                kept.append((len(params) - 1, tensor.to("cpu", copy=tensor.device.type == "cpu")))
+            offset = end
+        if kept or buffer is None:  # the first time: the size is known only now
+            grown = _Buffer(max(offset, 1), buffer)
+            for index, tensor in kept:
+                params[index].checksum = grown.put(params[index].offset, tensor)
+            if buffer is not None:
+                buffer.close()
+            buffer = self._buffers[self._turn] = grown
+        self._turn = 1 - self._turn
+        return WeightManifest(version, host_identity(), os.getpid(), buffer.fd, buffer.size, params, buffer.shard)
+
+    def close(self) -> None:
+        """Free both buffers."""
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = [None, None]
+
+
+class _Buffer:
+    """One anonymous memory file, mapped, and offered in the tensor store."""
+
+    def __init__(self, size: int, old: _Buffer | None) -> None:
+        self.size = size
+        try:
+            self.fd = os.memfd_create("areal-weights", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, size)
+            self._map = mmap.mmap(self.fd, size)
+        except OSError as exc:
+            raise WeightSyncError(
+                f"{size} bytes of shared memory for the weights cannot be had ({exc}); free memory, or set "
+                "actor.weight_update_mode"
+            ) from exc
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if old is not None:
+            self.bytes[: old.size].copy_(old.bytes[: min(old.size, size)])
+        self.shard = local_store().put(self.bytes)
+
+    def put(self, offset: int, tensor: Tensor) -> int:
+        """Copy ``tensor`` to ``offset``; returns the checksum of the copy."""
+        nbytes = tensor.numel() * tensor.element_size()
+        place = self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
+        return checksum(place)
+
+    def close(self) -> None:
+        """Free the memory, as soon as no reader maps it."""
+        local_store().free([self.shard.shard_id])
+        del self.bytes  # the mapping itself ends with the last tensor over it
+        os.close(self.fd)
+
+
+@contextlib.contextmanager
+def read_weights(manifest: WeightManifest) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """``(name, tensor)`` pairs of a version; the tensors are views that end with the block.
+
+    Raises:
+        WeightSyncError: the writer is gone, or its memory cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        flat = _map_here(manifest, stack) if manifest.host == host_identity() else None
+        if flat is None:
+            (flat,) = localize([manifest.shard])
+        yield _pairs(flat, manifest.params)
+
+
+def _pairs(flat: Tensor, params: list[SharedParam]) -> Iterator[tuple[str, Tensor]]:
+    for param in params:
+        dtype = getattr(torch, param.dtype)
+        count = 1
+        for extent in param.shape:
+            count *= extent
+        part = flat[param.offset : param.offset + count * dtype.itemsize]
+        yield param.name, part.view(dtype).view(tuple(param.shape))
+
+
+def _map_here(manifest: WeightManifest, stack: contextlib.ExitStack) -> Tensor | None:
+    """The writer's buffer, mapped read-only; None where its descriptor cannot be opened from here."""
+    try:
+        fd = os.open(f"/proc/{manifest.pid}/fd/{manifest.fd}", os.O_RDONLY)
+    except OSError:
+        return None
+    stack.callback(os.close, fd)
+    if os.fstat(fd).st_size != manifest.size_bytes:
+        raise WeightSyncError(f"weights v{manifest.version}: process {manifest.pid} no longer holds them")
+    mapped = mmap.mmap(fd, manifest.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def host_identity() -> str:
+    """Equal for processes that see each other in ``/proc``: one boot of one kernel, one process-id namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return f"no-proc-{os.getpid()}"
+
+
+def any_rank(manifests: Iterable[Any]) -> WeightManifest:
+    """The manifest of the rank that wrote one."""
+    for manifest in manifests:
+        if manifest is not None:
+            return manifest  # type: ignore[no-any-return]
+    raise WeightSyncError("no rank of the train engine published its weights")
