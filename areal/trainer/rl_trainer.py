@@ -109,18 +109,7 @@ class PPOTrainer(ClosingRun):
         evaluation = (eval_workflow, eval_workflow_kwargs)
         recipe = (workflow, workflow_kwargs, dynamic_filter_fn)
         gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
-        again = False
-        while True:
-            try:
-                if again:
-                    self.reopen()  # may lose a worker as well
-                self._run_steps(total, recipe, evaluation)
-            except Exception as exc:  # noqa: BLE001 - spend() raises it again unless a restart mends it
-                self.note_error(exc)
-                self._restarts.spend(exc)
-                again = True
-            else:
-                return
+        self.run_with_restarts(lambda: self._run_steps(total, recipe, evaluation), self._restarts)
 
     def _run_steps(self, total: int, recipe: tuple[Any, ...], evaluation: tuple[Any, Any]) -> None:
         """Every step from ``start_step`` on."""

@@ -198,6 +198,25 @@ class ClosingRun:
         """Build the run, from the newest recover point if there is one."""
         raise NotImplementedError
 
+    def run_with_restarts(self, steps: Callable[[], None], budget: RestartBudget) -> None:
+        """Run ``steps()`` to the end; a lost train worker has the run built again and go on from its recover point.
+
+        Raises:
+            Exception: what ``steps`` raised and no restart mends.
+        """
+        again = False
+        while True:
+            try:
+                if again:
+                    self.reopen()  # may lose a worker as well
+                steps()
+            except Exception as exc:  # noqa: BLE001 - spend() raises it again unless a restart mends it
+                self.note_error(exc)
+                budget.spend(exc)
+                again = True
+            else:
+                return
+
     def reopen(self) -> None:
         """Build the run again from its newest recover point, whatever could not be closed properly."""
         try:

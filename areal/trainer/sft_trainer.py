@@ -80,18 +80,7 @@ class SFTTrainer(ClosingRun):
             self.follower.wait()
             return
         gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
-        again = False
-        while True:
-            try:
-                if again:
-                    self.reopen()  # may lose a worker as well
-                self._run_steps(stop_fn)
-            except Exception as exc:  # noqa: BLE001 - spend() raises it again unless a restart mends it
-                self.note_error(exc)
-                self._restarts.spend(exc)
-                again = True
-            else:
-                return
+        self.run_with_restarts(lambda: self._run_steps(stop_fn), self._restarts)
 
     def _run_steps(self, stop_fn: Callable[[StepInfo], bool] | None) -> None:
         """Every step from ``start_step`` on."""

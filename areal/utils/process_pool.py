@@ -35,6 +35,7 @@ from areal.utils.process_worker import WORKER_FLAG
 
 logger = logging.getLogger("ProcessPool")
 
+MAIN_ALIAS = "__mp_main__"  # name under which other processes load the main script
 IDLE_S = 300.0  # a worker without work for this long ends; the next call starts one again
 _JOIN_S = 2.0  # time that close() gives the slot threads
 
@@ -79,7 +80,7 @@ class _Worker:
         finally:
             theirs.close()
         self._connection = Connection(ours.detach())
-        path, module = _main_origin()
+        path, module = main_origin()
         setup = {"sys_path": list(sys.path), "main_path": path, "main_module": module, "parent": os.getpid()}
         try:
             self._connection.send(setup)
@@ -176,7 +177,7 @@ class ProcessPool:
             Exception: the arguments cannot be pickled (whatever pickling raises).
         """
         payload = pickle.dumps((function, args, kwargs or {}))
-        call = _Call(payload, b"__main__" in payload, timeout_s)
+        call = _Call(payload, _names_main(payload), timeout_s)
         with self._lock:
             if self.closed:
                 raise PoolClosedError("the pool is closed")
@@ -264,14 +265,22 @@ def _resolve(future: Future[Any], value: Any = None, *, error: BaseException | N
             future.set_exception(error)
 
 
-def _main_origin() -> tuple[str | None, str | None]:
-    """Path and module name under which a worker can import the main script; (None, None) if it cannot."""
-    main = sys.modules.get("__main__")
+def main_origin() -> tuple[str | None, str | None]:
+    """Path and module name under which another process can import the main script; (None, None) if it cannot.
+
+    In a worker process that has loaded a controller's script under another name, that script is meant.
+    """
+    main = sys.modules.get(MAIN_ALIAS) or sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name:
+    if spec is not None and spec.name and spec.name != MAIN_ALIAS:
         return None, str(spec.name)
     path = getattr(main, "__file__", None)
     return (str(Path(path).resolve()), None) if path and Path(path).is_file() else (None, None)
+
+
+def _names_main(payload: bytes) -> bool:
+    """Whether a pickled call refers to the main script."""
+    return b"__main__" in payload or MAIN_ALIAS.encode() in payload
 
 
 def can_travel(function: Callable[..., Any]) -> bool:
@@ -280,7 +289,7 @@ def can_travel(function: Callable[..., Any]) -> bool:
         payload = pickle.dumps(function)
     except Exception:  # noqa: BLE001 - lambdas, closures and odd objects raise many types
         return False
-    return b"__main__" not in payload or _main_origin() != (None, None)
+    return not _names_main(payload) or main_origin() != (None, None)
 
 
 _pools: dict[int, ProcessPool] = {}

@@ -178,6 +178,7 @@ class RecoverHandler:
         due = self._tracker.due(step_info.epoch_step, step_info.global_step, step_info.steps_per_epoch)
         if not (due or force):
             return None
+        saver.wait()  # a run that goes on from here would not write a checkpoint of the past again
         info = RecoverInfo(
             last_step_info=step_info,
             saver_info=saver.state_dict(),

@@ -139,6 +139,16 @@ class Saver:
     def maybe_wait_for_staging(self) -> None:
         """Return when the weights may change again, which is when ``save`` has returned; called before every update."""
 
+    def wait(self) -> None:
+        """Return when every checkpoint begun so far is complete. Every rank calls.
+
+        Raises:
+            CheckpointError: one that was written in the background failed.
+        """
+        if self._writer is not None:
+            with ranks.together("an earlier checkpoint failed", CheckpointError):
+                self._writer.wait()
+
     def finalize(self) -> None:
         """Return when every checkpoint is complete; called at the end of a run. No collective of this thread.
 

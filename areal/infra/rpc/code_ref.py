@@ -12,14 +12,14 @@ import os
 import sys
 import threading
 import types
-from pathlib import Path
 from typing import Any
 
 from areal.infra.rpc.errors import WireError
+from areal.utils.process_pool import MAIN_ALIAS, main_origin
 
 _CODE_TYPES = (type, types.FunctionType, types.BuiltinFunctionType)
-_MAIN_NAMES = ("__main__", "__mp_main__")
-_ALIAS = "__mp_main__"
+_MAIN_NAMES = ("__main__", MAIN_ALIAS)
+_ALIAS = MAIN_ALIAS
 
 _lock = threading.Lock()
 _loaded_main: tuple[str | None, str | None] | None = None  # origin of the script that _ALIAS stands for here
@@ -117,12 +117,7 @@ def _main_origin() -> tuple[str | None, str | None]:
     """Path and module name of the main script that functions of ``__main__`` come from."""
     if _loaded_main is not None:
         return _loaded_main
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name:
-        return None, str(spec.name)
-    path = getattr(main, "__file__", None)
-    return (str(Path(path).resolve()), None) if path and Path(path).is_file() else (None, None)
+    return main_origin()
 
 
 def _load_main(path: Any, module: Any) -> Any:
