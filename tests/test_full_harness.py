@@ -21,7 +21,7 @@ from tests.full.chaos_faults import FAULTS, Attempt, FaultPlan, expected_counts
 from tests.full.kill_child import OperationCounter
 from tests.full.presets import PRESETS
 from tests.full.runner import Runner, select
-from tests.full.table import SEEDS, build_table
+from tests.full.table import OTHER_CELLS, SEEDS, build_table
 
 TABLE = build_table()
 
@@ -35,15 +35,22 @@ def test_table_names_are_unique_and_start_with_their_kind() -> None:
     assert all(cell.name.startswith(f"{cell.kind}/") and cell.limit_s > 0 for cell in TABLE)
 
 
-def test_table_has_the_suite_every_preset_and_twenty_seeds_of_each_kind() -> None:
+def test_table_has_the_suite_every_preset_and_scheduler_and_twenty_seeds_of_each_kind() -> None:
     kinds = [cell.kind for cell in TABLE]
     assert SEEDS == 20
     assert {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)} == {
         "tests": 1,
+        "checkpoint": 2,
         "accuracy": 1 + len(PRESETS),
+        "scheduler": 3,
         "chaos": 20,
+        "chaos-workers": 20,
         "kill": 20,
     }
+
+
+def test_table_files_that_are_cells_of_their_own_exist() -> None:
+    assert all((ROOT / file).is_file() for file in OTHER_CELLS)
 
 
 def test_table_functions_take_a_context_and_the_arguments_of_their_cells() -> None:
