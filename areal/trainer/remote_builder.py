@@ -20,6 +20,7 @@ from areal.engine.core.remote_weights import RemotePublisher
 from areal.engine.inference.rollout_worker import RolloutSetup
 from areal.infra.controller.rollout_controller import RolloutController, RolloutSpec
 from areal.infra.controller.train_controller import RoleSpec, ScoringController, TrainController
+from areal.infra.rpc.errors import TensorLostError
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.roles import TRAIN_ENGINES
 from areal.utils import stats_tracker
@@ -57,9 +58,14 @@ class RemoteRLParts:
             TensorLostError: a rollout worker that holds a trajectory has died since.
         """
         batch = self.actor.pack([ref.data for ref in refs])
-        if self.ref is not None:
-            self.ref.load(batch)
-        self.actor.load(batch)
+        roles: list[TrainController] = [self.actor] if self.ref is None else [self.ref, self.actor]
+        try:
+            for role in roles:
+                role.load(batch)
+        except TensorLostError:
+            for role in roles:  # some ranks have their share, which nobody will ask for
+                role.drop(batch, even_if_not_loaded=True)
+            raise
         return batch
 
     def reopen_step(self, refs: Sequence[TrajectoryRef]) -> int:

@@ -182,6 +182,11 @@ class Play:
             return
         self._expected_end = True
         self.controller.send_signal(strike.how)
+        try:
+            self.controller.wait(GONE_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.problems.append(f"the controller still ran {GONE_WITHIN_S:g} s after {strike.how.name}")
+            self.controller.kill()
 
     def _wait_for_point(self) -> None:
         """Until a recover point is being written."""

@@ -295,10 +295,10 @@ class TrainController:
         shares = [[dict(rows[i]) for i in sorted(part)] for part in parts]
         self.ranks.each(lambda rank: self.ranks.call_one(rank, method, shares[self._data_ranks[rank]]))
 
-    def drop(self, batch: RemoteBatch) -> None:
-        """Have the ranks forget a batch."""
+    def drop(self, batch: RemoteBatch, *, even_if_not_loaded: bool = False) -> None:
+        """Have the ranks forget a batch; ``even_if_not_loaded``: also one that only some of them have."""
         self._dealt.pop(batch.number, None)
-        if self._loaded.pop(batch.number, None) is not None:
+        if self._loaded.pop(batch.number, None) is not None or even_if_not_loaded:
             self.ranks.call("drop", batch.number)
 
     def destroy(self) -> None:

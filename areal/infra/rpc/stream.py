@@ -155,7 +155,7 @@ class Leash:
         self._identity = identity or get_identity()
         self._addresses: dict[str, str] = {}
         self._held: dict[str, StreamConnection] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget_after_fork)
@@ -220,7 +220,7 @@ class Leash:
             connection.close()
 
     def _forget_after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed.set()
         for connection in self._held.values():
             connection.close()
