@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import restore_default_signals
+
+restore_default_signals()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

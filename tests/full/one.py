@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal.utils.dynamic_import import import_from_string
 from tests.full.cell import Cell, CellContext
+from tests.signals import restore_default_signals
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     cell = Cell(**options.cell)
     context = CellContext(options.work, options.shared)
+    restore_default_signals()
     try:
         import_from_string(cell.function)(context, **cell.args)
     except Exception as error:  # noqa: BLE001 - a cell ends here; the summary says how
