@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the tests of schedulers and name stores run against: Redis, etcd, Slurm with munge, and the Python
-# packages ray, etcd3gw and redis. Starts nothing. A second run finds everything in place and needs no network.
+# Installs what the tests of schedulers and name stores run against: Redis, etcd, Slurm with munge, iproute2, and the
+# Python packages ray, etcd3gw and redis. Starts nothing. A second run finds everything in place and needs no network.
 #   usage: tests/components/install.sh [PYTHON]      PYTHON: interpreter that gets the packages, default .venv/bin/python
 # Needs Debian or Ubuntu, and root (or sudo without a password) where a system package is missing. Never moves torch.
 set -euo pipefail
@@ -21,6 +21,7 @@ missing_packages() {
     command -v redis-server >/dev/null || found+=(redis-server)
     command -v etcd >/dev/null || found+=("$(etcd_package)")
     command -v munged >/dev/null || found+=(munge)
+    command -v ip >/dev/null || found+=(iproute2)
     local program
     for program in slurmctld slurmd sbatch srun squeue scancel scontrol; do
         command -v "$program" >/dev/null || {
