@@ -1,8 +1,8 @@
 """What asynchrony buys on one machine: generation and training in two processes, overlapping or taking turns.
 
 ``python benchmark/bench_async.py`` trains a model of about one million parameters with ``scheduler.type=local``, one
-thread in each process, with ``max_head_offpolicyness=2`` and with 0. Answers are long enough that a step's generation
-and its training take about the same time. Target: at least 1.6x the steps per second.
+thread in each process, with ``max_head_offpolicyness=2`` and with 0. Answers are so long, and the sampler has so few
+slots, that a step's generation and its training take about the same time. Target: at least 1.6x the steps per second.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ rollout:
   backend: "native:d1"
   max_concurrent_rollouts: 64
   scheduling_spec: [{cpu: 1, env_vars: {OMP_NUM_THREADS: "1"}}]
-native: {max_running_requests: 512}
-gconfig: {n_samples: 2, temperature: 1.0}
+gconfig: {temperature: 1.0}
 actor:
   backend: fsdp:d1
   dtype: float32
@@ -45,7 +44,7 @@ actor:
   recompute_logprob: false
   use_decoupled_loss: false
   optimizer: {lr: 1.0e-5, weight_decay: 0.0, lr_scheduler_type: constant, warmup_steps_proportion: 0.0}
-  reward_norm: {mean_level: group, std_level: group, group_size: 2}
+  reward_norm: {mean_level: group, std_level: group, group_size: "${gconfig.n_samples}"}
   scheduling_spec: [{cpu: 1, env_vars: {OMP_NUM_THREADS: "1"}}]
 train_dataset: {path: arithmetic, type: rl, batch_size: 8, dataset_kwargs: {size: 512}}
 """
@@ -71,7 +70,7 @@ def make_model(path: Path) -> None:
     tokenizer.save_pretrained(path)
 
 
-def run(eta: int, steps: int, tokens: int, model: Path, shares: dict[str, list[float]]) -> float:
+def run(eta: int, options: Any, model: Path, shares: dict[str, list[float]]) -> float:
     """Steps per second after the warm-up; notes where the time went."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "config.yaml"
@@ -80,10 +79,12 @@ def run(eta: int, steps: int, tokens: int, model: Path, shares: dict[str, list[f
             f"cluster.fileroot={place}",
             f"cluster.name_resolve.nfs_record_root={place}/names",
             f"actor.path={model}",
-            f"total_train_steps={steps + WARM_STEPS}",
+            f"total_train_steps={options.steps + WARM_STEPS}",
             f"rollout.max_head_offpolicyness={eta}",
-            f"gconfig.max_new_tokens={tokens}",
-            f"gconfig.min_new_tokens={tokens}",
+            f"gconfig.max_new_tokens={options.tokens}",
+            f"gconfig.min_new_tokens={options.tokens}",
+            f"gconfig.n_samples={options.samples}",
+            f"native.max_running_requests={options.slots}",
         ]
         config, _ = load_expr_config(["--config", str(file), *overrides], GRPOConfig)
         rows = get_custom_dataset(dataset_config=config.train_dataset)
@@ -107,7 +108,9 @@ def run(eta: int, steps: int, tokens: int, model: Path, shares: dict[str, list[f
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=200, help="length of every answer")
+    parser.add_argument("--tokens", type=int, default=64, help="length of every answer")
+    parser.add_argument("--samples", type=int, default=4, help="answers per prompt; a step has eight prompts")
+    parser.add_argument("--slots", type=int, default=16, help="requests that the sampler decodes at the same time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shares: dict[str, list[float]] = {}
@@ -116,7 +119,7 @@ def main() -> None:
         make_model(model)
 
         def side(eta: int) -> Any:
-            return lambda: run(eta, options.steps, options.tokens, model, shares)
+            return lambda: run(eta, options, model, shares)
 
         measured = alternate({"eta=2": side(2), "eta=0": side(0)}, options.repeats)
     result = {
