@@ -111,10 +111,6 @@ class RankGroup:
         self.call("create_process_group", spec.strategy, part=".engine")
         self.call("initialize", None, ft_spec, part=".engine")
 
-    def client(self, rank: int) -> Any:
-        """Connection to a rank."""
-        return self.scheduler.client(self.worker_ids[rank])
-
     def call(self, method: str, *args: Any, part: str = "", **kwargs: Any) -> list[Any]:
         """Call a method on every rank at once; results in rank order. Raises the first rank's error."""
         return self.each(lambda rank: self.call_one(rank, method, *args, part=part, **kwargs))
@@ -251,9 +247,13 @@ class TrainController:
         self._loaded[batch.number] = _columns(batch)
 
     def _send_shares(self, method: str, batch: RemoteBatch, parts: list[list[int]], known: int) -> None:
-        """Give every rank its part (without the first ``known`` shards of each table), in the batch's order."""
-        shares = [[_wire(batch.tables[i], known) for i in sorted(part)] for part in parts]
-        self.ranks.each(lambda rank: self.ranks.call_one(rank, method, batch.number, shares[self._data_ranks[rank]]))
+        """Give every rank its part, without the first ``known`` shards of each table."""
+        self._deal(method, [_wire(table, known) for table in batch.tables], parts, batch.number)
+
+    def _deal(self, method: str, rows: Sequence[Any], parts: list[list[int]], *first: Any) -> None:
+        """Call ``method(*first, share)`` on every rank, with the part of ``rows`` of its data-parallel rank."""
+        shares = [[rows[i] for i in sorted(part)] for part in parts]
+        self.ranks.each(lambda rank: self.ranks.call_one(rank, method, *first, shares[self._data_ranks[rank]]))
 
     def annotate(self, batch: RemoteBatch, key: str) -> RemoteBatch:
         """Log-probs under this role's weights as token field ``key`` of the batch, kept on the ranks."""
@@ -292,8 +292,7 @@ class TrainController:
 
     def _deal_rows(self, method: str, rows: Sequence[Mapping[str, Any]]) -> None:
         parts = balanced_partition([_tokens(row) for row in rows], self._data_size)
-        shares = [[dict(rows[i]) for i in sorted(part)] for part in parts]
-        self.ranks.each(lambda rank: self.ranks.call_one(rank, method, shares[self._data_ranks[rank]]))
+        self._deal(method, [dict(row) for row in rows], parts)
 
     def drop(self, batch: RemoteBatch, *, even_if_not_loaded: bool = False) -> None:
         """Have the ranks forget a batch; ``even_if_not_loaded``: also one that only some of them have."""
@@ -314,6 +313,9 @@ class ScoringController(TrainController):
         self.load(batch)
         parts = self._dealt[batch.number]
         results = self.ranks.call("score", batch.number, key)
+        for rank, data_rank in enumerate(self._data_ranks):
+            if self._data_ranks.index(data_rank) != rank:  # it shares its rows with a rank whose columns are used
+                self.ranks.in_background(rank, "free", [shard.shard_id for shard in results[rank]])
         for data_rank, part in enumerate(parts):
             rank = self._data_ranks.index(data_rank)
 
