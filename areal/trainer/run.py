@@ -5,6 +5,7 @@ Called by the trainers' constructors; nothing here loads a model.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -170,7 +171,7 @@ def worker_death(error: BaseException | None) -> BaseException | None:
     return None
 
 
-class ClosingRun:
+class ClosingRun(abc.ABC):
     """A trainer as a context manager: an error is logged and goes on, the run is closed in any case.
 
     Attributes:
@@ -194,9 +195,9 @@ class ClosingRun:
             self.close()
             raise
 
+    @abc.abstractmethod
     def _open(self) -> None:
         """Build the run, from the newest recover point if there is one."""
-        raise NotImplementedError
 
     def run_with_restarts(self, steps: Callable[[], None], budget: RestartBudget) -> None:
         """Run ``steps()`` to the end; a lost train worker has the run built again and go on from its recover point.
