@@ -215,6 +215,27 @@ class InferenceEngineConfig(ConfigSection):
     )
     failure_window: int = opt(64, "Episodes over which max_failure_share is taken.", unit="episodes", ge=1)
     wait_timeout_s: float | None = opt(None, "Limit of the wait for one batch; null = none.", unit="s", gt=0)
+    control_timeout: float = opt(
+        60.0,
+        "Limit of one call to a server that is answered at once (pause, resume, abort, health).",
+        unit="s",
+        gt=0,
+    )
+    on_weight_update: Literal["auto", "keep", "abort"] = opt(
+        "auto",
+        "Running requests during a weight update: keep = they stay in place and go on under the new weights; abort = "
+        "they come back with what they have and are sent again; auto = keep where the server can (native, vllm).",
+    )
+    weight_probe_interval: int | None = opt(
+        None,
+        "Every so many weight updates the log-probs of a probe generation are compared with the trainer's; null = "
+        "10 for sglang, never for backends that return a record of every tensor.",
+        unit="updates",
+        ge=1,
+    )
+    weight_probe_tolerance: float | None = opt(
+        None, "Largest difference of a probe's log-probs; null = 0.01 in float32, else 0.5.", unit="nats", gt=0
+    )
     log_wait_interval_s: float = opt(30.0, "How often a waiting step logs what it waits for.", unit="s", gt=0)
     _version: Literal["v1", "v2"] = opt("v1", "Service generation of 1.x; only v1 exists here.")
 
