@@ -1,5 +1,5 @@
-"""The ``areal`` command: ``train`` a script, look at a run (``status``, ``stack``, ``plot``), ``replay`` a step, and
-``doctor`` an installation.
+"""The ``areal`` command: ``train`` a script, look at a run (``status``, ``stack``, ``plot``), ``replay`` a step, build
+the environment of inference servers (``install-server``), and ``doctor`` an installation.
 
 Start-up imports nothing heavy; each command imports what it needs.
 """
@@ -52,6 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--weight", help="the same for the loss weight function")
     replay.add_argument("--json", type=Path, help="write the report there, too")
+
+    server = commands.add_parser("install-server", help="build the environment that vLLM or SGLang servers run in")
+    server.add_argument("backend", choices=("vllm", "sglang"), help="which server")
+    server.add_argument("directory", type=Path, help="directory of the environment; made by the command")
+    server.add_argument("--device", choices=("cpu", "cuda"), help="what it shall run on; default: cuda if there is one")
+    server.add_argument("--python", default=sys.executable, help="interpreter to build it with; default: this one")
 
     commands.add_parser("doctor", help="show versions, devices and optional parts, and what a missing one disables")
     return parser
@@ -146,6 +152,10 @@ def main(argv: list[str] | None = None) -> int:
         if options.command == "status":
             return run_inspector.status(options.run, as_json=options.json, timeout_s=options.timeout)
         return run_inspector.stack(options.run, timeout_s=options.timeout)
+    if options.command == "install-server":
+        from areal.tools.install_server import main as install_server
+
+        return install_server(options)
     if options.command == "doctor":
         return doctor()
     parser.print_help()

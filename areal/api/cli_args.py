@@ -44,10 +44,18 @@ from areal.api.config.logging import (
 )
 from areal.api.config.megatron import DistributedDataParallelConfig, FP8EngineConfig, MegatronEngineConfig
 from areal.api.config.optimizer import OptimizerConfig
-from areal.api.config.ppo import NormConfig, PPOActorConfig, PPOCriticConfig, RejectionSamplingConfig, TeacherConfig
+from areal.api.config.ppo import (
+    MismatchConfig,
+    NormConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    RejectionSamplingConfig,
+    TeacherConfig,
+)
 from areal.api.config.preference import DPOEngineConfig
 from areal.api.config.rollout import AgentConfig, GenerationHyperparameters, InferenceEngineConfig
 from areal.api.config.scheduling import SchedulingSpec, SchedulingStrategy
+from areal.api.config.server_args import command
 from areal.api.config.timers import EvaluatorConfig, RecoverConfig, SaverConfig, _Timer
 from areal.api.config.train import FailureCaptureConfig, MicroBatchSpec, TrainEngineConfig
 from areal.api.config_loader import DRY_RUN, ConfigFileError, make_config, parse_argv, write_config
@@ -82,6 +90,7 @@ __all__ = [
     "MegatronEngineConfig",
     "MemoryProfilerConfig",
     "MicroBatchSpec",
+    "MismatchConfig",
     "MissingValueError",
     "NameResolveConfig",
     "NativeConfig",
@@ -214,14 +223,7 @@ def get_py_cmd(module: str, args: dict[str, Any]) -> list[str]:
     Underscores become dashes; None, False, empty strings and empty lists are left out; True is a bare flag; a list is
     its flag followed by its items.
     """
-    command = ["python3", "-m", module]
-    for name, value in args.items():
-        if value is None or value is False or value == "" or value == []:
-            continue
-        command.append("--" + name.replace("_", "-"))
-        if value is not True:
-            command.extend(str(item) for item in (value if isinstance(value, (list, tuple)) else [value]))
-    return command
+    return ["python3", *command("", module, args)[1:]]
 
 
 def _raw(cfg: Any) -> dict[str, Any]:
