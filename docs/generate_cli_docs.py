@@ -29,6 +29,7 @@ GROUPS = {
         "TeacherConfig",
         "NormConfig",
         "RejectionSamplingConfig",
+        "MismatchConfig",
         "DPOEngineConfig",
     ),
     "Training backends": (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal.api.io_struct import StepInfo
+from areal.trainer.ppo.mismatch import judge_stats
 from areal.trainer.samples import SampleWriter
 from areal.utils import environ, logging, perf_tracer
 from areal.utils.console import LiveConsole
@@ -37,6 +38,7 @@ SHOWN = {
     "loss": ("sft/loss/avg",),
     "eval": ("eval-rollout/reward", "sft-eval/loss/avg"),
     "staleness": ("rollout/staleness/avg",),
+    "mismatch": ("ppo_actor/mismatch/abs_diff_mean",),
     "tokens_per_s": ("throughput/tokens_per_s",),
     "sequences_per_s": ("throughput/sequences_per_s",),
 }
@@ -169,12 +171,20 @@ class RunHooks:
             stats["throughput/tokens_per_s"] = self.tokens_per_s = sum(sum(ref.lengths) for ref in refs) / wall
         if self.rank == 0:
             self._samples.write(step.global_step, refs)
+            self._repeat_warning(stats)
         self.stats_logger.commit(step.epoch, step.epoch_step, step.global_step, stats)
         if self.console is not None:
             self.console.update(step.global_step, shown_metrics(stats))
         perf_tracer.save(step=step.global_step)
         if self.diagnostics is not None:
             self.diagnostics.refresh()
+
+    def _repeat_warning(self, stats: Mapping[str, float]) -> None:
+        """Say here what the policy's worker process wrote into its own log only."""
+        if self.config.scheduler.type != "inline" and any(key.startswith("ppo_actor/mismatch/") for key in stats):
+            problem = judge_stats(stats, self.config.actor)
+            if problem is not None:
+                logger.warning(problem)
 
     def commit_initial(self, stats: dict[str, float]) -> None:
         """Keep the evaluation that ran before the first step: logged now, recorded in step 0 as ``before_train/…``."""

@@ -25,6 +25,7 @@ METRICS = {
     "loss": ("loss", "{:.4f}"),
     "eval": ("eval", "{:.3f}"),
     "staleness": ("staleness", "{:.2f}"),
+    "mismatch": ("mismatch", "{:.2g}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
     "sequences_per_s": ("sequences/s", "{:.1f}"),
 }

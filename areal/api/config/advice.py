@@ -33,7 +33,8 @@ _UNREAD_ROOT = ("total_train_n_seqs",)
 
 def advise(config: Any) -> list[str]:
     """Return what the user should know about ``config``; empty when there is nothing to say."""
-    return [*_unread(config, ""), *_sampling(config), *_normalisation(config), *_decoupled(config)]
+    parts = (_sampling, _distribution, _normalisation, _decoupled, _staleness)
+    return [*_unread(config, ""), *(message for part in parts for message in part(config))]
 
 
 def _unread(config: Any, path: str) -> Iterator[str]:
@@ -59,14 +60,10 @@ def _sampling(config: Any) -> Iterator[str]:
     gconfig, actor = getattr(config, "gconfig", None), getattr(config, "actor", None)
     if not is_section(gconfig) or not is_section(actor):
         return
-    if gconfig.top_p < 1 or gconfig.top_k < 100_000:
-        yield (
-            f"gconfig.top_p={gconfig.top_p:g}, top_k={gconfig.top_k}: training samples come from a truncated "
-            "distribution while the loss uses the whole one, which biases the ratio; use top_p=1 and the default top_k"
-        )
-    if gconfig.greedy:
-        yield "gconfig.greedy=true: all samples of a prompt are equal, so group-normalised advantages are 0"
-    elif gconfig.temperature not in (0, actor.temperature):
+    if gconfig.greedy or gconfig.temperature == 0:
+        setting = "greedy=true" if gconfig.greedy else "temperature=0"
+        yield f"gconfig.{setting}: all samples of a prompt are equal, so group-normalised advantages are 0"
+    elif gconfig.temperature != actor.temperature:
         yield (
             f"actor.temperature={actor.temperature:g} differs from gconfig.temperature={gconfig.temperature:g}: "
             "log-probs of trainer and sampler will not agree"
@@ -75,6 +72,39 @@ def _sampling(config: Any) -> Iterator[str]:
         other = getattr(config, name, None)
         if is_section(other) and other.temperature != actor.temperature:
             yield f"{name}.temperature={other.temperature:g} differs from actor.temperature={actor.temperature:g}"
+
+
+def _distribution(config: Any) -> Iterator[str]:
+    """Samples from another distribution than the softmax at a temperature, which is all that the loss knows."""
+    gconfig, actor = getattr(config, "gconfig", None), getattr(config, "actor", None)
+    if not is_section(gconfig) or not is_section(actor):
+        return
+    # Reported log-probs: vLLM's are after penalties, masks and truncation, SGLang's after penalties and masks, those of
+    # native are the model's own.
+    backend = str(getattr(getattr(config, "rollout", None), "backend", ""))
+    vllm = backend.startswith("vllm")
+    if gconfig.top_p < 1 or gconfig.top_k < 100_000:
+        reported = (
+            "vLLM's log-probs are renormalised over the tokens that are kept and lie above the trainer's by as much as "
+            "was cut (the mismatch statistics show it)"
+            if vllm
+            else "the sampler's log-probs are of the whole one, so that no statistic shows it"
+        )
+        yield (
+            f"gconfig.top_p={gconfig.top_p:g}, top_k={gconfig.top_k}: training samples come from a truncated "
+            f"distribution while the loss uses the whole one, which biases the ratio; {reported}; use top_p=1 and the "
+            "default top_k"
+        )
+    if gconfig.frequency_penalty != 0:
+        yield (
+            f"gconfig.frequency_penalty={gconfig.frequency_penalty:g}: training samples come from a distribution that "
+            "the loss does not know, which biases the ratio; use 0"
+        )
+    if backend.startswith(("vllm", "sglang")) and gconfig.min_new_tokens > 0:
+        yield (
+            f"gconfig.min_new_tokens={gconfig.min_new_tokens}: log-probs of {backend.partition(':')[0]} leave out the "
+            "stop tokens there and lie above the trainer's"
+        )
 
 
 def _normalisation(config: Any) -> Iterator[str]:
@@ -103,3 +133,22 @@ def _decoupled(config: Any) -> Iterator[str]:
         yield f"actor.rejection_sampling.agg={sampling.agg!r} has no effect at level=token"
     if actor.use_decoupled_loss and sampling is None:
         yield "actor.use_decoupled_loss=true without actor.rejection_sampling: stale tokens are not filtered"
+
+
+def _staleness(config: Any) -> Iterator[str]:
+    actor, rollout = getattr(config, "actor", None), getattr(config, "rollout", None)
+    if not is_section(rollout) or not is_section(actor) or getattr(actor, "use_decoupled_loss", True):
+        return
+    lag = rollout.max_head_offpolicyness
+    if lag > 0 and actor.recompute_logprob:
+        yield (
+            f"actor.recompute_logprob=true with rollout.max_head_offpolicyness={lag}: the recomputed log-probs replace "
+            "those that stale samples were drawn with, so nothing corrects for their age; set "
+            "actor.use_decoupled_loss=true (and actor.rejection_sampling)"
+        )
+    elif lag > 1 and not actor.use_sapo_loss:
+        yield (
+            f"rollout.max_head_offpolicyness={lag} without actor.use_decoupled_loss: the ratio is clipped around the "
+            "old policy that drew a sample, which holds stale tokens back; set actor.use_decoupled_loss=true (and "
+            "actor.rejection_sampling)"
+        )

@@ -64,6 +64,27 @@ class RejectionSamplingConfig(ConfigSection):
 
 
 @dataclass
+class MismatchConfig(ConfigSection):
+    """How far the sampler's log-probs may lie from the trainer's for the same tokens and weights."""
+
+    metric: Literal["abs_diff_mean", "abs_diff_max", "kl_k1", "kl_k3", "over_bound"] = opt(
+        "abs_diff_mean",
+        "What the limit holds for: mean or largest |difference| of a token's log-probs, KL(sampler || trainer) by the "
+        "estimators k1 (its absolute value) or k3, or the share of tokens over token_bound.",
+    )
+    limit: float | None = opt(
+        None,
+        "Largest value of the metric, taken over the tokens of the smallest version lag that a step has. null = one "
+        "that only a defect exceeds: tight where the actor runs in float32 and the lag is 0, wide elsewhere.",
+        gt=0,
+    )
+    action: Literal["warn", "stop", "off"] = opt(
+        "warn", "Beyond the limit: warn once per step, stop the run before the policy is updated further, or nothing."
+    )
+    token_bound: float = opt(0.5, "Difference from which on a token counts in over_bound.", unit="nats", gt=0)
+
+
+@dataclass
 class PPOActorConfig(TrainEngineConfig):
     """The policy: its engine and the PPO family's loss, reward shaping and advantages."""
 
@@ -104,6 +125,9 @@ class PPOActorConfig(TrainEngineConfig):
     sapo_tau_neg: float = opt(1.05, "SAPO temperature for other advantages.", gt=0)
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = opt(
         "recompute", "Recompute, loglinear (no forward) or metrics."
+    )
+    mismatch: MismatchConfig = section(
+        MismatchConfig, "Limit of the difference between the sampler's log-probs and the trainer's."
     )
     log_agent_stats: bool = opt(False, "Log per-trajectory agent numbers.")
     log_agent_stats_keys: list[str] = opt(help="Which keys (must be non-empty if on).", factory=list)

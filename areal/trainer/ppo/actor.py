@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.trainer.ppo.advantages import compute_advantages
+from areal.trainer.ppo.mismatch import MismatchError, MismatchMeter, judge, record_mismatch
 from areal.trainer.ppo.stats import LossTensors, record_batch, record_loss, record_proximal, train_scalars
 from areal.utils import logging, stats_tracker
-from areal.utils.batch import MicroBatch, PackedBatch, pack, split_like, split_micro_batches
+from areal.utils.batch import MicroBatch, PackedBatch, pack, roll_packed, split_like, split_micro_batches
 from areal.utils.errors import UnsupportedFeatureError
 from areal.utils.functional import compute_prox_logp_approximations, ppo_actor_loss_fn
+from areal.utils.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from areal.api.config.ppo import PPOActorConfig
@@ -98,10 +100,14 @@ class PPOActor:
     @overload
     def compute_advantages(self, data: PackedBatch) -> PackedBatch: ...
     def compute_advantages(self, data: Trajectories | PackedBatch) -> Trajectories | PackedBatch:
-        """Shape rewards and compute advantages; the input stays as it is.
+        """Shape rewards and compute advantages; the input stays as it is. Recomputed log-probs are compared with the
+        sampler's.
 
         Returns: a new batch, or a new list of new dicts, with the fields of ``ADVANTAGE_FIELDS``; mask and log-probs in
             it are aligned (see ``areal.trainer.ppo.advantages``).
+
+        Raises:
+            MismatchError: sampler and trainer disagree, and ``actor.mismatch.action=stop``.
         """
         packed = self.pack(data)
         if self.config.kl_ctl > 0 and "ref_logp" not in packed.tokens and not self._warned_zero_reference:
@@ -113,6 +119,8 @@ class PPOActor:
             )
         with torch.no_grad():
             batch = compute_advantages(packed, self.config, self.engine.data_parallel_group)
+            if self.should_compute_prox_logp():
+                self._compare_recomputed(packed, batch)
         if isinstance(data, PackedBatch):
             return batch
         columns = {
@@ -121,18 +129,51 @@ class PPOActor:
         return [{**t, **{key: parts[i] for key, parts in columns.items()}} for i, t in enumerate(data)]
 
     def ppo_update(self, data: Trajectories | PackedBatch) -> None:
-        """One optimizer step per mini-batch on the result of ``compute_advantages``; statistics go to the tracker."""
+        """One optimizer step per mini-batch on the result of ``compute_advantages``; statistics go to the tracker.
+
+        Without recomputed log-probs, the sampler's are compared with those of the first mini-batch, whose weights are
+        still the ones that the step began with.
+
+        Raises:
+            MismatchError: sampler and trainer disagree, and ``actor.mismatch.action=stop``; the other mini-batches are
+                left out.
+        """
         batch = self.pack(data)
         tracker = stats_tracker.get(self.stats_name)
         version = self.engine.get_version()
         with torch.no_grad():
             record_batch(tracker, batch, self.config, version)
         loss = ActorLoss(self.config, tracker, version)
+        if not self.should_compute_prox_logp():
+            loss.meter = MismatchMeter(self.config.mismatch.token_bound, version)
         self.engine.train()
-        with tracker.scope("update"):
-            for mini_batch in self._mini_batches(batch.without("rewards", "tot_rewards", "kl_rewards")):
+        for mini_batch in self._mini_batches(batch.without("rewards", "tot_rewards", "kl_rewards")):
+            with tracker.scope("update"):
                 result = self.engine.train_batch(mini_batch.batch, loss, loss_tokens, token_mask="loss_mask")
                 train_scalars(tracker, result)
+            if loss.meter is not None:
+                meter, loss.meter = loss.meter, None
+                self._close_meter(meter)
+
+    def _compare_recomputed(self, packed: PackedBatch, batch: PackedBatch) -> None:
+        """Compare the log-probs that came with ``packed`` with the recomputed ones; ``batch`` has the aligned mask."""
+        meter = MismatchMeter(self.config.mismatch.token_bound, self.engine.get_version())
+        sampler = roll_packed(packed.tokens["logprobs"], packed.cu_seqlens)
+        mask = batch.tokens["loss_mask"] != 0
+        meter.add(sampler, packed.tokens["prox_logp"], mask, batch.tokens.get("aligned_versions"))
+        self._close_meter(meter)
+
+    def _close_meter(self, meter: MismatchMeter) -> None:
+        """Record what a meter found on all ranks, and act on it; one host sync."""
+        numbers = meter.reduce(self.engine.data_parallel_group)
+        record_mismatch(stats_tracker.get(self.stats_name), numbers, meter.current_version)
+        problem = judge(numbers, self.config, meter.current_version)
+        if problem is None:
+            return
+        if self.config.mismatch.action == "stop":
+            raise MismatchError(f"{problem}, or set actor.mismatch.action=warn")
+        if is_first_rank():
+            logger.warning(problem)
 
     def _mini_batches(self, batch: PackedBatch) -> list[MicroBatch]:
         """Balanced parts of the batch, as many on every data-parallel rank."""
@@ -167,6 +208,8 @@ class ActorLoss:
         self.config = config
         self.tracker = tracker
         self.current_version = current_version
+        self.meter: MismatchMeter | None = None
+        """Compares with the sampler's log-probs while it is set; only as long as ``logprobs`` are those."""
 
     def replay_arguments(self) -> dict[str, Any]:
         """See ``areal.engine.core.failure_files.ReplayableLoss``."""
@@ -201,6 +244,8 @@ class ActorLoss:
             cu_seqlens=packed_input["cu_seqlens"],
         )
         with torch.no_grad():
+            if self.meter is not None:
+                self.meter.add(old, theta, mask, packed_input.get("aligned_versions"))
             tensors = LossTensors(mask, theta, prox, old, torch.where(mask, entropy.detach(), 0.0), loss_stats)
             record_loss(self.tracker, tensors, **{k: v.detach() for k, v in logit_range.items()})
             if config.use_decoupled_loss and "aligned_versions" in packed_input:
