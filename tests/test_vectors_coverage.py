@@ -25,7 +25,6 @@ WAITING = {
     "rw_pairwise": "rw",
     "sapo_token": "sapo",
     "tree_pack": "tree",
-    "weight_buckets": "weight_buckets",
     "wrapper_distill_joint": "distillation",
     "wrapper_distill_pure": "distillation",
     "wrapper_m2po": "m2po",

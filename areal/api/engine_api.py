@@ -368,9 +368,9 @@ class RemoteWeightUpdate(abc.ABC):
         """Join the collective group of ``meta``."""
 
     @abc.abstractmethod
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[None]:
+    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[Any]:
         """Receive one bucket of tensors by broadcast."""
 
     @abc.abstractmethod
-    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[None]:
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[Any]:
         """Load a checkpoint directory."""

@@ -204,6 +204,7 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
+        self.disconnect_engine()
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._offloader is not None:

@@ -70,8 +70,10 @@ class WeightUpdater:
                     sampler.pause()
                     paused.append(sampler)
                 self.publisher.commit(version)
-            except Exception as exc:
-                self.publisher.discard()
+            except BaseException as exc:  # an interrupt too leaves the publisher ready for whoever waits for it
+                self._discard(version)
+                if not isinstance(exc, Exception):
+                    raise
                 raise WeightSyncError(
                     f"weights v{version} were not published; the old version stays in service"
                 ) from exc
@@ -82,3 +84,10 @@ class WeightUpdater:
                 for sampler in reversed(paused):
                     sampler.resume()
         logger.debug(f"weights v{version} published")
+
+    def _discard(self, version: int) -> None:
+        """Give a version up; what fails here must not hide why."""
+        try:
+            self.publisher.discard()
+        except Exception as exc:  # noqa: BLE001 - the update has failed already, for another reason
+            logger.error(f"weights v{version} were not given up everywhere: {exc}")

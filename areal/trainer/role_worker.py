@@ -11,21 +11,84 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from areal.api.remote import remote
+from areal.engine.core.weight_sender import WeightSender
 from areal.infra.controller.tables import TableHandle, load_tables, store_table
 from areal.infra.rpc.rtensor import RTensor, local_store
 from areal.utils import stats_tracker
 from areal.utils.batch import PackedBatch
 from areal.utils.errors import EngineError
+from areal.utils.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from areal.api.engine_api import TrainEngine
-    from areal.api.io_struct import SaveLoadMeta
+    from areal.api.io_struct import ParamSpec, SaveLoadMeta
     from areal.engine.core.shared_weights import WeightManifest
+    from areal.engine.core.weight_sources import WeightGroup
+    from areal.engine.core.weight_sync import ParamRecord
 
 Share = Sequence[TableHandle | Mapping[str, Any]]
 
 
-class RoleWorker:
+class WeightDuties:
+    """One rank's part in a weight update; see :class:`areal.engine.core.weight_sender.WeightSender`."""
+
+    weights: WeightSender
+
+    @remote
+    def publish_weights(self, version: int, keep: int | None = None) -> WeightManifest | None:
+        """Write the weights where samplers can map them; every rank is called, the first one returns the manifest.
+
+        ``keep``: descriptor of the buffer that is not touched.
+        """
+        return self.weights.write_shared(version, keep)
+
+    @remote
+    def save_weights(self, path: str) -> list[ParamRecord] | None:
+        """Write them as a Hugging Face directory; every rank is called, the first one returns what is in it."""
+        return self.weights.write_directory(path)
+
+    @remote(concurrent=True, idempotent=True)
+    def keep_only_weights(self, path: str) -> None:
+        """Remove older directories beside ``path``; first rank."""
+        self.weights.keep_only(path)
+
+    @remote(concurrent=True, idempotent=True)
+    def remove_weights(self, path: str) -> None:
+        """Remove the directory of a version that was given up; first rank."""
+        self.weights.remove_directory(path)
+
+    @remote
+    def weight_specs(self) -> list[ParamSpec] | None:
+        """What will be sent, in order; every rank is called."""
+        return self.weights.specs()
+
+    @remote
+    def weight_records(self) -> list[ParamRecord] | None:
+        """Records of the current weights; every rank is called."""
+        return self.weights.records()
+
+    @remote(concurrent=True)
+    def open_weight_store(self, host: str | None, timeout_s: float) -> tuple[str, int, str]:
+        """Where a weight group meets, and with which backend; first rank."""
+        return self.weights.open_store(host, timeout_s)
+
+    @remote(concurrent=True)
+    def join_weight_group(self, group: WeightGroup) -> None:
+        """Become its rank 0; returns when every receiver has joined; first rank."""
+        self.weights.join_group(group)
+
+    @remote(concurrent=True, idempotent=True)
+    def leave_weight_group(self, name: str) -> None:
+        """Leave it, also while it is joined or sent in; first rank."""
+        self.weights.leave_group(name)
+
+    @remote
+    def send_weights(self, name: str, buckets: list[list[ParamSpec]]) -> list[ParamRecord] | None:
+        """Broadcast the weights; every rank is called, the first one returns what it sent."""
+        return self.weights.send(name, buckets)
+
+
+class RoleWorker(WeightDuties):
     """What every role offers: its place, its statistics, its weights, its checkpoints.
 
     Args:
@@ -36,7 +99,7 @@ class RoleWorker:
     def __init__(self, config: Any, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
-        self._writer: Any = None
+        self.weights = WeightSender(engine, is_first_rank)
         self._staged: Callable[[], None] | None = None
 
     @remote(idempotent=True)
@@ -48,19 +111,6 @@ class RoleWorker:
     def export_stats(self) -> dict[str, float]:
         """Statistics since the last call, reduced over data-parallel ranks; every rank is called."""
         return dict(stats_tracker.export_all(self.engine.data_parallel_group))
-
-    @remote
-    def publish_weights(self, version: int) -> WeightManifest | None:
-        """Write the weights where samplers can read them; every rank is called, the first one returns the manifest."""
-        from areal.engine.core.shared_weights import WeightWriter
-
-        pairs = self.engine.named_full_tensors()
-        if self._is_first_rank():
-            self._writer = self._writer or WeightWriter()
-            return self._writer.write(pairs, version)  # type: ignore[no-any-return]
-        for _ in pairs:  # joins the collective
-            pass
-        return None
 
     @remote
     def stage_save(self, meta: SaveLoadMeta) -> None:
@@ -84,14 +134,7 @@ class RoleWorker:
 
     def destroy(self) -> None:
         """Free the published weights; the engine is an object of its own."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _is_first_rank(self) -> bool:
-        from areal.utils.ranks import is_first_rank
-
-        return is_first_rank()
+        self.weights.close()
 
 
 class PPOActorWorker(RoleWorker):
@@ -162,6 +205,13 @@ class PPOActorWorker(RoleWorker):
         if number not in self._batches:
             raise EngineError(f"batch {number} is not loaded on this rank")
         return self._batches[number]
+
+    @remote
+    def probe_logprobs(self, sequences: list[list[int]], prompt_len: int) -> list[list[float]]:
+        """Log-probs of what samplers drew after a prompt; every rank is called. See ``areal.trainer.weight_probe``."""
+        from areal.trainer.weight_probe import score_tokens
+
+        return score_tokens(self.actor, sequences, prompt_len)
 
 
 class LMWorker(RoleWorker):

@@ -103,6 +103,10 @@ class TrainEngineConfig(ConfigSection):
         "shared memory; xccl = collectives; disk = checkpoint directory.",
         refused={"awex": "awex of 1.x is not part of this version"},
     )
+    weight_chunked_mem_mb: int = opt(
+        1024, "xccl: most bytes of one bucket of tensors; a larger tensor travels alone.", unit="MiB", ge=1
+    )
+    weight_update_timeout_s: float = opt(600.0, "Limit of one weight update.", unit="s", gt=0)
     fsdp: FSDPEngineConfig = section(FSDPEngineConfig, "Settings of the backend fsdp.")
     failure_capture: FailureCaptureConfig = section(FailureCaptureConfig, "What is kept of a step that fails.")
     scheduling_spec: list[SchedulingSpec] = opt(

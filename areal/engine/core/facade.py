@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from areal.api.io_struct import WeightUpdateMeta
+    from areal.engine.core.connected_weights import ConnectedWeights
 
 _GIB = 1024**3
 
@@ -148,22 +149,44 @@ class RolloutFacade:
 
     _rollout: Any = None
     _weight_updater: Any = None
+    _connected_weights: ConnectedWeights | None = None
 
     def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
-        """Remember the inference engine; ``meta`` is kept for the updater that the trainer attaches."""
+        """Remember the inference engine, and how weights reach it.
+
+        Args:
+            engine: a remote one on every rank, initialised on the first; or an embedded one, for whose weights the
+                trainer attaches an updater.
+            meta: of type ``disk`` or ``xccl`` for a remote one.
+        """
+        self.disconnect_engine()
         self._rollout = engine
-        self._weight_update_meta = meta
+        if meta.type != "inproc":
+            from areal.engine.core.connected_weights import ConnectedWeights
+
+            train_engine: Any = self
+            self._connected_weights = ConnectedWeights(train_engine, engine, meta)
+
+    def disconnect_engine(self) -> None:
+        """Undo :meth:`connect_engine`; safe to call twice."""
+        connected, self._connected_weights, self._rollout = self._connected_weights, None, None
+        if connected is not None:
+            connected.close()
 
     def attach_weight_updater(self, updater: Any) -> None:
         """Give the engine the ``WeightUpdater`` that ``update_weights`` runs."""
         self._weight_updater = updater
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        """Publish the weights as ``meta.version``; blocks until every sampler holds them.
+        """Publish the weights as ``meta.version``; blocks until every sampler holds them. Every rank must call.
 
         Raises:
-            EngineError: no updater was attached, or ``meta`` carries no version.
+            EngineError: no sampler is connected, or ``meta`` carries no version for the trainer's updater.
+            WeightSyncError: the samplers did not take the weights.
         """
+        if self._connected_weights is not None:
+            self._connected_weights.update(meta)
+            return
         if self._weight_updater is None:
             raise EngineError("update_weights: no sampler is connected; call connect_engine() first")
         if meta.version is None:

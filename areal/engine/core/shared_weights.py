@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engine.core.weight_sync import ParamRecord, checksum
+from areal.engine.core.weight_sync import ParamRecord, copy_with_checksum
+from areal.engine.core.weight_threads import torch_threads
 from areal.infra.rpc.rtensor import RTensor, local_store, localize
 from areal.utils.errors import WeightSyncError
 
 _ALIGNMENT = 64  # bytes
+_KEPT_MAPS = 2
+_MOST_WAITING = 256 << 20  # bytes
 
 
 @dataclass
@@ -70,27 +76,25 @@ class WeightWriter:
         self._buffers: list[_Buffer | None] = [None, None]
         self._turn = 0
 
-    def write(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> WeightManifest:
-        """Copy ``(checkpoint name, full tensor)`` pairs into the older buffer, which no reader may still use.
+    def write(self, pairs: Iterable[tuple[str, Tensor]], version: int, keep: int | None = None) -> WeightManifest:
+        """Copy ``(checkpoint name, full tensor)`` pairs into a buffer that no reader may still use.
+
+        Args:
+            pairs: the weights.
+            version: of them.
+            keep: descriptor of the buffer in service; None takes the older one.
 
         Raises:
             WeightSyncError: the shared memory cannot hold them.
         """
-        buffer = self._buffers[self._turn]
-        params, offset = [], 0
-        kept: list[tuple[int, Tensor]] = []
-        for name, tensor in pairs:
-            tensor = tensor.detach().contiguous()
-            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
-            params.append(SharedParam(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0, offset))
-            end = offset + tensor.numel() * tensor.element_size()
-            if buffer is not None and end <= buffer.size:
-                params[-1].checksum = buffer.put(offset, tensor)
-            else:
-                kept.append((len(params) - 1, tensor.to("cpu", copy=tensor.device.type == "cpu")))
-            offset = end
+        if keep is not None:
+            self._turn = next((i for i, b in enumerate(self._buffers) if b is None or b.fd != keep), self._turn)
+        buffer, other = self._buffers[self._turn], self._buffers[1 - self._turn]
+        if buffer is None and other is not None:
+            buffer = self._buffers[self._turn] = _Buffer(other.size, None)
+        params, kept, end = _copy(pairs, buffer)
         if kept or buffer is None:  # the first time: the size is known only now
-            grown = _Buffer(max(offset, 1), buffer)
+            grown = _Buffer(max(end, 1), buffer)
             for index, tensor in kept:
                 params[index].checksum = grown.put(params[index].offset, tensor)
             if buffer is not None:
@@ -105,6 +109,40 @@ class WeightWriter:
             if buffer is not None:
                 buffer.close()
         self._buffers = [None, None]
+
+
+def _copy(
+    pairs: Iterable[tuple[str, Tensor]], buffer: _Buffer | None
+) -> tuple[list[SharedParam], list[tuple[int, Tensor]], int]:
+    """Lay tensors out in ``buffer``; returns their places, those that did not fit (by position), and the whole size."""
+    params: list[SharedParam] = []
+    kept: list[tuple[int, Tensor]] = []
+    end = waiting = 0  # bytes: of the layout, of gathered tensors
+    copies: deque[tuple[SharedParam, Future[int]]] = deque()
+    with torch_threads(torch.get_num_threads()) as pool:
+        for name, tensor in pairs:
+            tensor = tensor.detach().contiguous()
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            size = tensor.numel() * tensor.element_size()
+            end = offset + size
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            params.append(SharedParam(name, tuple(tensor.shape), dtype, 0, offset))
+            if buffer is None or end > buffer.size:
+                kept.append((len(params) - 1, tensor.to("cpu", copy=tensor.device.type == "cpu")))
+                continue
+            copies.append((params[-1], pool.submit(buffer.put, offset, tensor)))
+            waiting += size
+            if waiting > _MOST_WAITING or tensor.device.type != "cpu":
+                waiting = 0
+                _finish(copies)
+        _finish(copies)
+    return params, kept, end
+
+
+def _finish(copies: deque[tuple[SharedParam, Future[int]]]) -> None:
+    while copies:
+        param, copy = copies.popleft()
+        param.checksum = copy.result()
 
 
 class _Buffer:
@@ -129,9 +167,7 @@ class _Buffer:
     def put(self, offset: int, tensor: Tensor) -> int:
         """Copy ``tensor`` to ``offset``; returns the checksum of the copy."""
         nbytes = tensor.numel() * tensor.element_size()
-        place = self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
-        return checksum(place)
+        return copy_with_checksum(self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape), tensor)
 
     def close(self) -> None:
         """Free the memory, as soon as no reader maps it."""
@@ -141,17 +177,16 @@ class _Buffer:
 
 
 @contextlib.contextmanager
-def read_weights(manifest: WeightManifest) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def read_weights(manifest: WeightManifest) -> Iterator[list[tuple[str, Tensor]]]:
     """``(name, tensor)`` pairs of a version; the tensors are views that end with the block.
 
     Raises:
         WeightSyncError: the writer is gone, or its memory cannot be opened.
     """
-    with contextlib.ExitStack() as stack:
-        flat = _map_here(manifest, stack) if manifest.host == host_identity() else None
-        if flat is None:
-            (flat,) = localize([manifest.shard])
-        yield _pairs(flat, manifest.params)
+    flat = _maps.get(manifest) if manifest.host == host_identity() else None
+    if flat is None:
+        (flat,) = localize([manifest.shard])
+    yield list(_pairs(flat, manifest.params))
 
 
 def _pairs(flat: Tensor, params: list[SharedParam]) -> Iterator[tuple[str, Tensor]]:
@@ -164,17 +199,46 @@ def _pairs(flat: Tensor, params: list[SharedParam]) -> Iterator[tuple[str, Tenso
         yield param.name, part.view(dtype).view(tuple(param.shape))
 
 
-def _map_here(manifest: WeightManifest, stack: contextlib.ExitStack) -> Tensor | None:
-    """The writer's buffer, mapped read-only; None where its descriptor cannot be opened from here."""
-    try:
-        fd = os.open(f"/proc/{manifest.pid}/fd/{manifest.fd}", os.O_RDONLY)
-    except OSError:
-        return None
-    stack.callback(os.close, fd)
-    if os.fstat(fd).st_size != manifest.size_bytes:
-        raise WeightSyncError(f"weights v{manifest.version}: process {manifest.pid} no longer holds them")
-    mapped = mmap.mmap(fd, manifest.size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+class _Maps:
+    """Writers' buffers mapped by this process: the newest two stay, as mapping one again costs a fault per page."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int], Tensor] = {}
+        self._lock = threading.Lock()
+
+    def get(self, manifest: WeightManifest) -> Tensor | None:
+        """The buffer of a manifest; None where the writer's descriptor cannot be opened from here.
+
+        Raises:
+            WeightSyncError: the descriptor is not that buffer any more.
+        """
+        try:
+            fd = os.open(f"/proc/{manifest.pid}/fd/{manifest.fd}", os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(fd)
+            if found.st_size != manifest.size_bytes:
+                raise WeightSyncError(f"weights v{manifest.version}: process {manifest.pid} no longer holds them")
+            identity = (found.st_dev, found.st_ino)
+            with self._lock:
+                flat = self._maps.pop(identity, None)
+                if flat is None:
+                    flat = _map(fd, manifest.size_bytes)
+                self._maps[identity] = flat  # the newest is last
+                for old in list(self._maps)[:-_KEPT_MAPS]:
+                    del self._maps[old]
+            return flat
+        finally:
+            os.close(fd)
+
+
+def _map(fd: int, size: int) -> Tensor:
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+_maps = _Maps()
 
 
 def host_identity() -> str:

@@ -16,7 +16,8 @@ from areal.api.engine_api import WeightReceiver
 from areal.utils.errors import WeightSyncError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-_BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD = 8  # bytes
+_CHUNK = 1 << 21  # bytes; stays in the cache
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,34 @@ class InProcessPublisher:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Sum of the raw bits, read as integers of the element's size, modulo 2**64; one pass over memory."""
-    bits = tensor.detach().contiguous().view(_BIT_VIEWS[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    """Sum of the bytes read as integers of 8 (zeros fill the last one), modulo 2**64; one pass over memory."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.data_ptr() % _WORD or data.storage_offset() % _WORD:
+        data = data.clone()
+    whole = data.numel() // _WORD * _WORD
+    total = int(data[:whole].view(torch.int64).sum())
+    if whole < data.numel():
+        total += int.from_bytes(bytes(data[whole:].tolist()).ljust(_WORD, b"\0"), "little")
+    return wrap(total)
+
+
+def wrap(total: int) -> int:
+    """The signed 64-bit integer that equals ``total`` modulo 2**64."""
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def copy_with_checksum(place: Tensor, source: Tensor) -> int:
+    """Copy a tensor to contiguous ``place`` of its dtype; the checksum of the copy is taken while it is in cache."""
+    if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
+        place.copy_(source)
+        return checksum(place)
+    target, data = (t.detach().reshape(-1).view(torch.uint8) for t in (place, source))
+    total = 0
+    for start in range(0, data.numel(), _CHUNK):
+        piece = target[start : start + _CHUNK]
+        piece.copy_(data[start : start + _CHUNK])
+        total += checksum(piece)
+    return wrap(total)
 
 
 def compare_records(sent: Sequence[ParamRecord], received: Sequence[ParamRecord], version: int) -> None:

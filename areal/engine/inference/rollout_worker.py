@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from areal.api.remote import remote
 from areal.api.trajectory import Row
 from areal.engine.inference.episode_sampler import EpisodeSampler
+from areal.engine.inference.probe import ProbeReply, probe_sampler
+from areal.engine.inference.weight_endpoint import WeightEndpoint
 from areal.infra.controller.tables import store_table
 from areal.infra.rollout.acceptance import resolve_accept_fn
 from areal.infra.rollout.admission import admission_gate, admit_together
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from areal.infra.rollout.recipe import WorkflowRecipe
 
 logger = logging.getLogger("RolloutWorker")
+
+_SETTLE_S, _POLL_S = 2.0, 0.05
 
 NATIVE_SAMPLER = "areal.engine.inference.rollout_worker.native_sampler"
 
@@ -76,7 +81,7 @@ def native_sampler(setup: RolloutSetup) -> Any:
     return sampler
 
 
-class RolloutWorker:
+class RolloutWorker(WeightEndpoint):
     """Runs groups for a controller.
 
     Args:
@@ -100,6 +105,9 @@ class RolloutWorker:
         self._failure: BaseException | None = None
         self._runner = AsyncTaskRunner("episodes", self._fail)
         self._runner.initialize()
+        self.sampler.on_failure = self._fail  # a server that died, say: the pool replaces this worker
+        if self.sampler.failure is not None:  # it died before anybody listened
+            self._fail(self.sampler.failure)
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -164,23 +172,13 @@ class RolloutWorker:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @remote(idempotent=True)
-    def stage_weights(self, manifest: Any, version: int) -> list[Any]:
-        """Copy the weights of ``manifest`` aside; returns the record of each tensor."""
-        from areal.engine.core.shared_weights import read_weights
-
-        with read_weights(manifest) as pairs:
-            return list(self.sampler.stage_weights(pairs, version))
-
-    @remote
-    def commit_weights(self, version: int) -> None:
-        """Exchange the staged weights between two decode steps."""
-        self.sampler.commit_weights(version)
-
-    @remote(idempotent=True)
-    def discard_weights(self) -> None:
-        """Forget what was staged."""
-        self.sampler.discard_weights()
+    @remote(concurrent=True)
+    def is_well(self) -> bool:
+        """Whether this worker can go on; a server that just broke off has a moment to say so."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self._failure is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self._failure is None
 
     @remote(concurrent=True)
     def pause(self) -> None:
@@ -196,6 +194,11 @@ class RolloutWorker:
     def get_version(self) -> int:
         """Weight version of the next token."""
         return int(self.sampler.get_version())
+
+    @remote(concurrent=True, idempotent=True)
+    async def probe(self, prompt_ids: list[int], n: int, temperature: float = 1.0) -> ProbeReply:
+        """Draw ``n`` tokens after a prompt, for the trainer to score; see ``areal.trainer.weight_probe``."""
+        return await probe_sampler(self.sampler, prompt_ids, n, temperature)
 
     # -- service -------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from areal.api.config.inference import NativeConfig
-from areal.engine.core.weight_sync import ParamRecord, checksum
+from areal.engine.core.weight_receiver import SourceReceiver
+from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.native.kv_cache import SlotCache
 from areal.engine.native.model import CausalLM
 from areal.engine.native.requests import Limits, build_sequence
@@ -42,7 +43,7 @@ logger = logging.getLogger("NativeEngine")
 _LONGEST_DEFAULT = 4096  # tokens of a sequence when native.max_seq_len is null
 
 
-class NativeEngine:
+class NativeEngine(SourceReceiver):
     """Continuous batching over one model on one device.
 
     Args:
@@ -62,6 +63,7 @@ class NativeEngine:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        super().__init__()
         hf_config, pairs, own_dtype, generation = _open_model(model)
         spec = ModelSpec.from_hf_config(hf_config)
         dtype = _resolve_dtype(dtype or config.dtype or own_dtype)
@@ -73,8 +75,7 @@ class NativeEngine:
         with torch.inference_mode():
             weights = Weights(spec, dtype, device)
             self._spare = Weights(spec, dtype, device, twin=weights)
-            for _ in weights.load_all(pairs):
-                pass
+            weights.load_all(pairs)
             cache = SlotCache(spec, dtype, device, max_slots=config.max_running_requests, max_capacity=longest)
             lm = CausalLM(spec, longest, device, dtype)
             self._scheduler = Scheduler(config, lm, weights, cache, self._stats)
@@ -153,11 +154,7 @@ class NativeEngine:
         with self._staging, torch.inference_mode():
             self._worker.check_alive()
             self._staged = None
-            records = []
-            for name, tensor, place in self._spare.load_all(pairs):
-                kept = tensor if place is None or place.dtype != tensor.dtype else place
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                records.append(ParamRecord(name, tuple(tensor.shape), dtype, checksum(kept)))
+            records = self._spare.load_all(pairs, torch.get_num_threads())
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._staged = version
@@ -182,6 +179,11 @@ class NativeEngine:
         self._spare = current
         logger.debug(f"weights v{version} in place, {self._stats.running} requests go on")
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the worker thread died of."""
+        return self._worker.failure
+
     def get_version(self) -> int:
         """Version of the weights that draw the next token."""
         return self._scheduler.version
@@ -190,6 +192,11 @@ class NativeEngine:
         """Rename the current weights, between two steps."""
         if v != self._scheduler.version:
             self._worker.call(setattr, self._scheduler, "version", v)
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask for."""
+        return self._limits
 
     @property
     def stats(self) -> NativeStats:

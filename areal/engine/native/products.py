@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACK_FROM = 2**17  # elements of a weight from which the blocked layout pays
+_REPACK_UP_TO = 32 << 20  # bytes; the plain copy on the way is of new memory from here on, and then costs more
 _PACK_ROWS = 64  # rows the layout is chosen for; any number works
 
 
@@ -29,7 +30,7 @@ class Product:
     """``x @ weight.T + bias``.
 
     Args:
-        weight: ``[out, in]``; filled later, by reference.
+        weight: ``[out, in]``; filled later, by reference, or given to :meth:`refresh`.
         bias: ``[out]`` or None.
     """
 
@@ -40,10 +41,18 @@ class Product:
         self._transposed = weight.t()
         self._packed: Tensor | None = None
 
-    def refresh(self) -> None:
-        """Take over the weight's current values; needed after every change of it."""
-        if packs(self.weight):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_ROWS)
+    def refresh(self, weight: Tensor | None = None) -> None:
+        """Take over the weight's current values, or those of ``weight``; needed after every change.
+
+        Memory of the blocked layout is filled again where that is cheaper than new memory.
+        """
+        source = self.weight if weight is None else weight
+        if not packs(source):
+            return
+        if self._packed is None or source.numel() * source.element_size() > _REPACK_UP_TO:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(source, _PACK_ROWS)
+        else:
+            self._packed.copy_(source.to_mkldnn())
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[n, in]`` -> ``[n, out]``."""

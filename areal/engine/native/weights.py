@@ -14,14 +14,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.core.weight_threads import torch_threads
 from areal.engine.native.products import Product, packs
 from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
 
@@ -121,21 +125,68 @@ class LayerWeights:
         return self.qkv, self.out, self.gate_up, self.down
 
 
+class _Matrix:
+    """Weight of one product, made of one or several checkpoint tensors.
+
+    A small one has memory of its own. A large one is read in a packed layout, and is plain only while its parts arrive.
+
+    Attributes:
+        memory: of a small one, else None.
+        placeholder: stands for the weight where only shape and dtype count.
+        product: set once it is made.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.placeholder = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        self.memory = None if packs(self.placeholder) else torch.zeros(shape, dtype=dtype, device=device)
+        self.product: Product | None = None
+        self.parts: set[str] = set()
+        self.arrived: set[str] = set()
+        self.landing: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """What the product is made with."""
+        return self.placeholder if self.memory is None else self.memory
+
+
+class _LandingPlaces:
+    """Memory in which the parts of packed matrices meet; one per shape is enough where they come in model order."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.Size, list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """Plain memory of the shape and dtype of ``like``."""
+        free = self._free.setdefault(like.shape, [])
+        return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def give(self, place: Tensor) -> None:
+        """It can be used again."""
+        free = self._free.setdefault(place.shape, [])
+        if not free:
+            free.append(place)
+
+
 @dataclass(frozen=True)
 class _Target:
-    """Where one checkpoint tensor goes: ``dst.copy_(src.reshape(shape).permute(order))``."""
+    """Where one checkpoint tensor goes: ``part(memory).copy_(src.reshape(shape).permute(order))``."""
 
-    dst: Tensor
+    matrix: _Matrix | None  # None: a tensor with memory of its own
+    memory: Tensor | None
+    part: Callable[[Tensor], Tensor]
     shape: tuple[int, ...]
     order: tuple[int, ...]
     source_shape: tuple[int, ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor as it is makes the matrix."""
+        return self.matrix is not None and self.matrix.placeholder.shape == self.source_shape
+
 
 class Weights:
     """One complete set of weights on one device; two of them make a double buffer.
-
-    Matrices that are read in a packed layout are unpacked only while they arrive: that landing place is shared by
-    both buffers.
 
     Args:
         spec: model shape.
@@ -147,90 +198,146 @@ class Weights:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, twin: Weights | None = None) -> None:
         self.spec, self.dtype, self.device = spec, dtype, device
         self._targets: dict[str, _Target] = {}
-        self._landing: dict[str, Tensor] = {} if twin is None else twin._landing
+        self._lock = threading.Lock()
+        self._places: _LandingPlaces = _LandingPlaces() if twin is None else twin._places
         self.embed = self._new("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         self.norm = self._new("model.norm.weight", spec.hidden)
         self.layers = [self._new_layer(f"model.layers.{i}.") for i in range(spec.layers)]
-        head = self.embed if spec.tied else self._new_matrix("lm_head.weight", spec.vocab_size, spec.hidden)
-        self.head = Product(head)
+        if spec.tied:
+            self.head = Product(self.embed)
+        else:
+            self.head = self._new_matrix("lm_head.weight", spec.vocab_size, spec.hidden)
 
     @property
     def names(self) -> list[str]:
         """Checkpoint names that make a complete set."""
         return list(self._targets)
 
-    def load(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Copy ``tensor`` (any dtype or device) to its place; returns the place, or None for a tied head.
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Copy ``tensor`` (any dtype or device) to its place; a tied head has none.
 
         Raises:
             WeightSyncError: unknown name or wrong shape.
         """
         if name == "lm_head.weight" and self.spec.tied:
-            return None
+            return
         target = self._targets.get(name)
         if target is None:
             raise WeightSyncError(f"{name!r} is not a weight of this {self.spec.arch} model")
         if tuple(tensor.shape) != target.source_shape:
             raise WeightSyncError(f"{name}: shape {tuple(tensor.shape)}, this model has {target.source_shape}")
-        target.dst.copy_(tensor.detach().reshape(target.shape).permute(target.order))
-        # one key/query norm fills the rows of several heads
-        return target.dst if target.dst.numel() == tensor.numel() else target.dst[:1]
+        tensor = tensor.detach()
+        matrix = target.matrix
+        if matrix is None or matrix.memory is not None:
+            memory = target.memory if matrix is None else matrix.memory
+            assert memory is not None
+            target.part(memory).copy_(tensor.reshape(target.shape).permute(target.order))
+            return
+        assert matrix.product is not None
+        if target.whole and tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous():
+            matrix.product.refresh(tensor)
+            return
+        with self._lock:
+            if matrix.landing is None:
+                matrix.landing = self._places.take(matrix.placeholder)
+            landing = matrix.landing
+        target.part(landing).copy_(tensor.reshape(target.shape).permute(target.order))
+        with self._lock:
+            matrix.arrived.add(name)
+            if matrix.arrived != matrix.parts:
+                return
+            matrix.landing = None
+            matrix.arrived.clear()
+        matrix.product.refresh(landing)
+        with self._lock:
+            self._places.give(landing)
 
-    def load_all(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Load every pair, yielding (name, tensor, place); raises WeightSyncError if a weight is missing at the end."""
-        missing = set(self._targets)
-        for name, tensor in pairs:
-            place = self.load(name, tensor)
-            missing.discard(name)
-            yield name, tensor, place
+    def load_all(self, pairs: Iterable[tuple[str, Tensor]], threads: int = 1) -> list[ParamRecord]:
+        """Load every pair; returns the record of each, taken while it is in the cache.
+
+        Args:
+            pairs: a list of them may be loaded by several threads.
+            threads: so many, on a CPU.
+
+        Raises:
+            WeightSyncError: a name or shape is wrong, or a weight is missing at the end.
+        """
+        self._forget_parts()
+
+        def one(pair: tuple[str, Tensor]) -> ParamRecord:
+            self.load(*pair)
+            return ParamRecord.of(*pair)
+
+        if self.device.type != "cpu":
+            records = [one(pair) for pair in pairs]
+        else:
+            with torch_threads(threads) as pool:
+                if isinstance(pairs, Sequence):
+                    records = list(pool.map(one, pairs))
+                else:
+                    records = pool.submit(lambda: [one(pair) for pair in pairs]).result()
+        missing = set(self._targets) - {record.name for record in records}
         if missing:
             shown = ", ".join(sorted(missing)[:5])
             raise WeightSyncError(f"{len(missing)} of {len(self._targets)} weights did not arrive: {shown}")
-        self.head.refresh()
-        for layer in self.layers:
-            for product in layer.products:
-                product.refresh()
+        if self.spec.tied:
+            self.head.refresh()
+        return records
+
+    def _forget_parts(self) -> None:
+        """Drop what an earlier, failed load left."""
+        for target in self._targets.values():
+            if target.matrix is not None:
+                target.matrix.landing = None
+                target.matrix.arrived.clear()
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _new(self, name: str, *shape: int) -> Tensor:
         tensor = self._empty(*shape)
-        self._bind(name, tensor, shape, None, shape)
+        self._bind(name, tensor, lambda memory: memory, shape, None, shape)
         return tensor
 
-    def _matrix(self, key: str, *shape: int) -> Tensor:
-        """Memory for a weight of a product; the twin's if both only pass through it."""
-        if key not in self._landing:
-            matrix = self._empty(*shape)
-            if not packs(matrix):
-                return matrix
-            self._landing[key] = matrix
-        return self._landing[key]
+    def _matrix(self, *shape: int) -> _Matrix:
+        return _Matrix(shape, self.dtype, self.device)
 
-    def _new_matrix(self, name: str, *shape: int) -> Tensor:
-        matrix = self._matrix(name, *shape)
-        self._bind(name, matrix, shape, None, shape)
-        return matrix
+    def _product(self, matrix: _Matrix, bias: Tensor | None = None) -> Product:
+        matrix.product = Product(matrix.weight, bias)
+        return matrix.product
 
-    def _bind(
-        self, name: str, dst: Tensor, shape: tuple[int, ...], order: tuple[int, ...] | None, source: tuple[int, ...]
+    def _new_matrix(self, name: str, *shape: int, bias: Tensor | None = None) -> Product:
+        matrix = self._matrix(*shape)
+        self._bind(name, matrix, lambda memory: memory, shape, None, shape)
+        return self._product(matrix, bias)
+
+    def _bind(  # noqa: PLR0913 - the fields of a target
+        self,
+        name: str,
+        home: Tensor | _Matrix,
+        part: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...],
+        order: tuple[int, ...] | None,
+        source: tuple[int, ...],
     ) -> None:
-        self._targets[name] = _Target(dst, shape, order or tuple(range(len(shape))), source)
+        matrix, memory = (home, None) if isinstance(home, _Matrix) else (None, home)
+        if matrix is not None:
+            matrix.parts.add(name)
+        self._targets[name] = _Target(matrix, memory, part, shape, order or tuple(range(len(shape))), source)
 
     def _new_layer(self, at: str) -> LayerWeights:
         spec = self.spec
         hidden, inter, width = spec.hidden, spec.intermediate, spec.heads * spec.head_dim
         attn, mlp = at + "self_attn.", at + "mlp."
-        gate_up = self._matrix(mlp + "gate_up", 2 * inter, hidden)
+        gate_up = self._matrix(2 * inter, hidden)
         gate_up_bias = self._empty(2 * inter) if spec.mlp_bias else None
         for part, name in enumerate(("gate_proj", "up_proj")):
             rows = slice(part * inter, (part + 1) * inter)
-            self._bind(f"{mlp}{name}.weight", gate_up[rows], (inter, hidden), None, (inter, hidden))
+            self._bind(f"{mlp}{name}.weight", gate_up, itemgetter(rows), (inter, hidden), None, (inter, hidden))
             if gate_up_bias is not None:
-                self._bind(f"{mlp}{name}.bias", gate_up_bias[rows], (inter,), None, (inter,))
+                self._bind(f"{mlp}{name}.bias", gate_up_bias, itemgetter(rows), (inter,), None, (inter,))
         qkv_rows = spec.kv_heads * (spec.group + 2) * spec.head_dim
-        qkv = self._matrix(attn + "qkv", qkv_rows, hidden)
+        qkv = self._matrix(qkv_rows, hidden)
         self._bind_qkv(attn, "weight", qkv, (hidden,))
         qkv_bias = self._empty(qkv_rows) if spec.qkv_bias else None
         if qkv_bias is not None:
@@ -239,28 +346,36 @@ class Weights:
         down_bias = self._new(mlp + "down_proj.bias", hidden) if spec.mlp_bias else None
         return LayerWeights(
             norm1=self._new(at + "input_layernorm.weight", hidden),
-            qkv=Product(qkv, qkv_bias),
+            qkv=self._product(qkv, qkv_bias),
             qk_norm=self._new_qk_norm(attn) if spec.arch == "qwen3" else None,
-            out=Product(self._new_matrix(attn + "o_proj.weight", hidden, width), out_bias),
+            out=self._new_matrix(attn + "o_proj.weight", hidden, width, bias=out_bias),
             norm2=self._new(at + "post_attention_layernorm.weight", hidden),
-            gate_up=Product(gate_up, gate_up_bias),
-            down=Product(self._new_matrix(mlp + "down_proj.weight", hidden, inter), down_bias),
+            gate_up=self._product(gate_up, gate_up_bias),
+            down=self._new_matrix(mlp + "down_proj.weight", hidden, inter, bias=down_bias),
         )
 
-    def _bind_qkv(self, attn: str, kind: str, fused: Tensor, tail: tuple[int, ...]) -> None:
+    def _bind_qkv(self, attn: str, kind: str, home: Tensor | _Matrix, tail: tuple[int, ...]) -> None:
         """Bind q, k, v of ``kind`` to the fused tensor ``[kv_heads * (group + 2) * head_dim, *tail]``."""
         spec = self.spec
         kv, group, dim, half = spec.kv_heads, spec.group, spec.head_dim, spec.head_dim // 2
-        paired = fused.view(kv, group + 2, half, 2, *tail)
+
+        def paired(fused: Tensor) -> Tensor:
+            return fused.view(kv, group + 2, half, 2, *tail)
+
         rest = tuple(range(4, 4 + len(tail)))
         self._bind(
-            f"{attn}q_proj.{kind}", paired[:, :group], (kv, group, 2, half, *tail), (0, 1, 3, 2, *rest),
-            (spec.heads * dim, *tail),
+            f"{attn}q_proj.{kind}", home, lambda fused: paired(fused)[:, :group], (kv, group, 2, half, *tail),
+            (0, 1, 3, 2, *rest), (spec.heads * dim, *tail),
         )  # fmt: skip
         rest = tuple(range(3, 3 + len(tail)))
-        self._bind(f"{attn}k_proj.{kind}", paired[:, group], (kv, 2, half, *tail), (0, 2, 1, *rest), (kv * dim, *tail))
-        value = fused.view(kv, group + 2, dim, *tail)[:, group + 1]
-        self._bind(f"{attn}v_proj.{kind}", value, (kv, dim, *tail), None, (kv * dim, *tail))
+        self._bind(
+            f"{attn}k_proj.{kind}", home, lambda fused: paired(fused)[:, group], (kv, 2, half, *tail),
+            (0, 2, 1, *rest), (kv * dim, *tail),
+        )  # fmt: skip
+        self._bind(
+            f"{attn}v_proj.{kind}", home, lambda fused: fused.view(kv, group + 2, dim, *tail)[:, group + 1],
+            (kv, dim, *tail), None, (kv * dim, *tail),
+        )  # fmt: skip
 
     def _new_qk_norm(self, attn: str) -> Tensor:
         """Norm weights ``[group + 1, head_dim]``: one row per query head of a group, then the key's."""
@@ -269,7 +384,7 @@ class Weights:
         fused = self._empty(group + 1, spec.head_dim)
         paired = fused.view(group + 1, half, 2)
         for name, rows in (("q_norm", slice(0, group)), ("k_norm", slice(group, group + 1))):
-            self._bind(f"{attn}{name}.weight", paired[rows], (1, 2, half), (0, 2, 1), (spec.head_dim,))
+            self._bind(f"{attn}{name}.weight", paired, itemgetter(rows), (1, 2, half), (0, 2, 1), (spec.head_dim,))
         return fused
 
 

@@ -46,7 +46,7 @@ class Worker:
         self._pauses = 0
         self._stepping = False
         self._stopping = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what the thread died of
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -68,8 +68,8 @@ class Worker:
 
     def check_alive(self) -> None:
         """Raise what the thread died of, if it did."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request; raises InvalidRequestError when its rid is live, EngineStoppedError when nothing runs."""
@@ -188,7 +188,7 @@ class Worker:
     def _fail(self, exc: BaseException) -> None:
         logger.error("the worker thread failed", exc_info=exc)
         with self._wake:
-            self._failure = exc
+            self.failure = exc
             self._stepping = False
             pending = list(self._live.values())
             calls, self._calls = self._calls, []

@@ -1,0 +1,164 @@
+"""Weights from a train engine to the remote inference engine that a script connected it to (the public 1.x path).
+
+    connect_engine(rollout, meta) ─► update_weights(meta) on every rank ─► the servers generate with the new version
+
+    disk   every rank saves ─► the first one has the servers load the directory
+    xccl   the first rank and the servers share a group ─► every rank gathers, the first one sends
+
+The inference engine pauses its servers around each; what their ranks recorded must equal what was sent. A group is
+built at the first update and again after one that failed. Made by ``RolloutFacade.connect_engine``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from areal.engine.core.weight_groups import make_buckets
+from areal.engine.core.weight_sender import WeightSender
+from areal.engine.core.weight_sources import WeightGroup
+from areal.engine.core.weight_transfer import compare_ranks
+from areal.utils.errors import ConfigError, UnsupportedFeatureError, WeightSyncError
+from areal.utils.network import split_hostport
+from areal.utils.ranks import is_first_rank, together
+
+if TYPE_CHECKING:
+    from areal.api.engine_api import TrainEngine
+    from areal.api.io_struct import ParamSpec, WeightUpdateMeta
+    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.inference.remote_engine import RemoteInfEngine
+
+_WAYS = ("disk", "xccl")
+
+
+class ConnectedWeights:
+    """One rank's side; only the first rank calls ``rollout``.
+
+    Args:
+        engine: of this rank, initialised.
+        rollout: connected to its servers.
+        meta: how weights will travel.
+
+    Raises:
+        UnsupportedFeatureError: a way that a script cannot use.
+    """
+
+    def __init__(self, engine: TrainEngine, rollout: RemoteInfEngine, meta: WeightUpdateMeta) -> None:
+        _check(meta)
+        self._engine, self._rollout = engine, rollout
+        self._sender = WeightSender(engine, is_first_rank)
+        self._group: WeightGroup | None = None
+        self._specs: list[ParamSpec] | None = None
+
+    def update(self, meta: WeightUpdateMeta) -> None:
+        """Have the servers generate with this engine's weights, as ``meta.version``; every rank calls.
+
+        Raises:
+            WeightSyncError: they did not take them, or got something else than was sent.
+            ConfigError: ``meta`` describes other servers than those that the inference engine has.
+        """
+        _check(meta)
+        if meta.version is None:
+            meta = dataclasses.replace(meta, version=self._engine.get_version() + 1)
+        if meta.type == "disk":
+            self._by_directory(meta)
+        else:
+            self._by_broadcast(meta)
+
+    def close(self) -> None:
+        """Leave the group. Safe to call twice."""
+        self._sender.close()
+        self._group = None
+
+    def _by_directory(self, meta: WeightUpdateMeta) -> None:
+        if meta.path is None:
+            raise ConfigError("update_weights: meta.path is None; it names the directory that weights travel through")
+        sent = self._sender.write_directory(meta.path)
+        with self._agreed(meta):
+            if is_first_rank():
+                self._confirm(meta, sent, self._rollout.update_weights_from_disk(meta).result())
+
+    def _by_broadcast(self, meta: WeightUpdateMeta) -> None:
+        if self._specs is None:
+            self._specs = self._sender.specs() or []
+        buckets = make_buckets(self._specs, meta.weight_chunked_mem_mb << 20)
+        group, self._group = self._group, None  # it does not survive an error
+        received: Future[Any] = Future()
+        with self._agreed(meta):
+            if is_first_rank():
+                group = group or self._build(meta)
+                received = self._rollout.update_weights_from_distributed(meta, self._specs)
+        with self._agreed(meta):
+            if group is not None:
+                name = group.name
+                self._confirm(meta, *self._both(name, received, lambda: self._sender.send(name, buckets)))
+            else:
+                self._sender.send("", buckets)  # helps to gather what the first rank sends
+        self._group = group
+
+    def _build(self, meta: WeightUpdateMeta) -> WeightGroup:
+        """A group of this rank and every rank of the servers."""
+        sampler, config = self._rollout.sampler, self._rollout.config
+        expected = sampler.group_ranks if meta.gen_allocation is None else meta.gen_allocation.parallel.world_size
+        if expected != sampler.group_ranks:
+            raise ConfigError(
+                f"WeightUpdateMeta.gen_allocation describes {expected} ranks of servers, but the connected inference "
+                f"engine has {sampler.group_ranks}; give both the same servers"
+            )
+        host = meta.nccl_master_address or address_towards(sampler.addresses[0])
+        host, port, backend = self._sender.open_store(host, config.request_timeout)
+        group = WeightGroup(
+            f"{meta.nccl_group_name or 'update_weight_group'}-{secrets.token_hex(4)}",
+            host,
+            port,
+            1 + sampler.group_ranks,
+            backend=backend,  # type: ignore[arg-type]
+            torch_helper=sampler.protocol.capabilities.torch_groups,
+            timeout_s=config.request_timeout,
+        )
+        place = dataclasses.replace(
+            meta, nccl_master_address=host, nccl_master_port=port, nccl_group_name=group.name, version=None
+        )
+        joined = self._rollout.init_weights_update_group(place)
+        self._both(group.name, joined, lambda: self._sender.join_group(group))
+        return group
+
+    def _both(self, name: str, theirs: Future[Any], ours: Callable[[], Any]) -> tuple[Any, Any]:
+        """Both halves of a collective; the servers' reason comes before the echo of it that we meet."""
+        theirs.add_done_callback(lambda done: self._sender.leave_group(name) if done.exception() else None)
+        try:
+            mine = ours()
+        except WeightSyncError as exc:
+            if (reason := theirs.exception()) is not None:
+                raise reason from exc
+            raise
+        return mine, theirs.result()
+
+    def _confirm(self, meta: WeightUpdateMeta, sent: list[ParamRecord] | None, received: Any) -> None:
+        compare_ranks(sent or [], received, meta.version or 0, self._rollout.protocol.name)
+
+    def _agreed(self, meta: WeightUpdateMeta) -> Any:
+        return together(f"weights v{meta.version} were not published", WeightSyncError)
+
+
+def address_towards(address: str) -> str:
+    """Address of this host on the network that leads to a server."""
+    host, port = split_hostport(address)
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # UDP: asks the routing table, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _check(meta: WeightUpdateMeta) -> None:
+    if meta.type not in _WAYS:
+        raise UnsupportedFeatureError(
+            f"WeightUpdateMeta.type={meta.type!r}: a script's engine publishes by {' or '.join(_WAYS)}; the trainer "
+            "offers the other ways (actor.weight_update_mode)"
+        )
+    if meta.use_lora:
+        raise UnsupportedFeatureError("WeightUpdateMeta.use_lora=True: only whole models are published")

@@ -1,0 +1,445 @@
+"""Collective groups that carry weights: the trainer's first rank sends, samplers receive.
+
+    rank 0:   open_store(host) ─► port ─► enter_group(group, store) ─► send_buckets(...) ─► abort()
+    others:                              enter_group(group)        ─► receive_buckets(...) ─► abort()
+
+The wire. A bucket is an ordered list of tensors. Its tensors of 1 MiB and more travel first, in order, each as one
+broadcast of its bytes; then its smaller ones as a single broadcast, in order, each from the next multiple of 64 bytes
+on. In a group that a server builds with torch's helper (``torch_helper``) every tensor is a broadcast of its own, in
+its own dtype and shape. A group does not survive an error: whoever meets one leaves, which closes its connections and
+so ends the waiting of the others.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.core.weight_threads import torch_threads
+from areal.utils.errors import WeightSyncError
+
+if TYPE_CHECKING:
+    from areal.api.io_struct import ParamSpec
+    from areal.engine.core.weight_sources import WeightGroup
+
+_dist: Any = dist  # names that its stubs do not export
+ALONE_FROM = 1 << 20  # bytes from which a tensor travels alone
+ALIGNMENT = 64  # bytes, of a small tensor in its flat one
+_AHEAD = 32 << 20  # bytes that a receiver is ready for beyond the tensor it waits for
+_POLL_S = 0.005
+
+
+class WeightGroupLostError(WeightSyncError):
+    """A group ended while it was needed: usually because another member failed, whose error says more."""
+
+
+def make_buckets(specs: Iterable[ParamSpec], limit_bytes: int) -> list[list[ParamSpec]]:
+    """Cut tensors into runs of at most ``limit_bytes``, in order; a larger tensor is a bucket of its own."""
+    buckets: list[list[ParamSpec]] = []
+    filled = limit_bytes
+    for spec in specs:
+        if not buckets or filled + spec.size > limit_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(spec)
+        filled += spec.size
+    return buckets
+
+
+def open_store(host: str, timeout_s: float) -> Any:
+    """A rendezvous store that listens on ``host`` only, on a port of the system's choice (``store.port``)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            fd = listener.detach()
+    except OSError as exc:
+        raise WeightSyncError(f"no port for the weight group can be had on {host}: {exc}") from exc
+    timeout = timedelta(seconds=timeout_s)
+    return _dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
+
+
+class Membership:
+    """A rank's place in a group. Leaving it (:meth:`abort`) is the only way to end it.
+
+    Attributes:
+        group: with the rank of this process.
+        device: where tensors must lie to travel.
+    """
+
+    def __init__(self, group: WeightGroup, process_group: Any, store: Any) -> None:
+        self.group = group
+        self.device = torch.device("cuda" if group.backend == "nccl" else "cpu")
+        self.memory = _Memory()
+        self._process_group, self._store = process_group, store
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor = 0, 0
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Start to send (rank 0) or to fill ``tensor``; returns the work to wait for."""
+        process_group = self._process_group
+        if process_group is None:
+            raise WeightGroupLostError(f"weight group {self.group.name} was left")
+        return process_group.broadcast([tensor], self._options)
+
+    def abort(self) -> None:
+        """Leave: connections close, so that nobody waits for this rank. Safe to call twice and from any thread.
+
+        Connections of gloo close with the object, which first waits for what it has under way here: that ends when
+        the other side closes, so it is left to a thread.
+        """
+        process_group, self._process_group, self._store = self._process_group, None, None
+        if process_group is not None:
+            holder = [process_group]
+            del process_group
+            threading.Thread(target=_close, args=(holder, self.group.torch_helper), daemon=True).start()
+
+
+def _close(holder: list[Any], torch_helper: bool) -> None:
+    with suppress(Exception):
+        holder[0].abort()  # NCCL; nothing to gloo
+    if torch_helper:
+        with suppress(Exception):
+            dist.destroy_process_group(holder[0])
+    holder.clear()
+
+
+def enter_group(group: WeightGroup, store: Any = None, aborted: Callable[[], bool] = lambda: False) -> Membership:
+    """Take the place ``group.rank``; returns when every rank has.
+
+    Args:
+        group: where to go.
+        store: of rank 0, from :func:`open_store`; None: joins it as the others do.
+        aborted: asked while waiting for the others.
+
+    Raises:
+        WeightSyncError: not everybody came within ``group.timeout_s``.
+    """
+    timeout = timedelta(seconds=group.timeout_s)
+    scoped: Any = None
+    try:
+        if store is None:
+            store = _dist.TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
+        scoped = _dist.PrefixStore(group.name, store)
+        if group.torch_helper:
+            return Membership(group, _with_torch_helper(group, scoped, timeout), store)
+        scoped.set(f"here/{group.rank}", "1")
+        if group.rank == 0:
+            try:
+                _await_others(group, scoped, aborted)
+            except WeightSyncError:
+                with suppress(RuntimeError):  # the store may have ended with the group
+                    scoped.set("go", "0")
+                raise
+            scoped.set("go", "1")
+        else:
+            scoped.wait(["go"], timeout)
+            if scoped.get("go") != b"1":
+                raise WeightGroupLostError(f"weight group {group.name}: not every rank joined, it was given up")
+        return Membership(group, _direct(group, scoped, timeout), store)
+    except (RuntimeError, OSError) as exc:  # torch's store and gloo errors derive from RuntimeError
+        if isinstance(exc, WeightSyncError):
+            raise
+        if aborted():
+            raise WeightGroupLostError(f"weight group {group.name} was given up before every rank joined") from exc
+        lost = scoped is not None and isinstance(exc, _dist.DistNetworkError)  # rank 0 ended the store
+        raise (WeightGroupLostError if lost else WeightSyncError)(
+            f"weight group {group.name}: rank {group.rank} of {group.world_size} could not join at "
+            f"{group.host}:{group.port} within {group.timeout_s:g} s: {exc}"
+        ) from exc
+
+
+def _await_others(group: WeightGroup, store: Any, aborted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + group.timeout_s
+    for rank in range(1, group.world_size):
+        while not store.check([f"here/{rank}"]):
+            if aborted():
+                raise WeightGroupLostError(f"weight group {group.name} was given up before rank {rank} joined")
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"weight group {group.name}: rank {rank} did not join within {group.timeout_s:g} s "
+                    "(actor.weight_update_timeout_s)"
+                )
+            time.sleep(_POLL_S)
+
+
+def _direct(group: WeightGroup, store: Any, timeout: timedelta) -> Any:
+    """A process group beside any default one."""
+    if group.backend == "nccl":
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return _dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
+    options = _dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=_own_address(group))]
+    return _dist.ProcessGroupGloo(store, group.rank, group.world_size, options)
+
+
+def _own_address(group: WeightGroup) -> str:
+    """Address of this host on the network that leads to rank 0."""
+    family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((group.host, group.port))  # UDP: asks the routing table, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _with_torch_helper(group: WeightGroup, store: Any, timeout: timedelta) -> Any:
+    """The group that SGLang's ``init_weights_update_group`` builds."""
+    c10d: Any = _dist.distributed_c10d
+    process_group, _ = c10d._new_process_group_helper(
+        group.world_size, group.rank, [], dist.Backend(group.backend), store, group_name=group.name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[process_group] = {rank: rank for rank in range(group.world_size)}
+    return process_group
+
+
+# -- sending -----------------------------------------------------------------------------------------------------------
+
+
+def send_buckets(
+    member: Membership, pairs: Iterable[tuple[str, Tensor]], buckets: Sequence[Sequence[ParamSpec]]
+) -> list[ParamRecord]:
+    """Broadcast ``pairs`` as ``buckets`` say; returns what was sent.
+
+    Raises:
+        WeightSyncError: the tensors are not those of ``buckets``, or a receiver is gone; the group was left.
+    """
+    supply = iter(pairs)
+    records: list[Future[ParamRecord]] = []
+    flight = _Flight(max((sum(spec.size for spec in bucket) for bucket in buckets), default=0))
+    helper = member.group.torch_helper
+    with torch_threads(1) as pool:  # checksums, while the bytes travel
+        try:
+            for bucket in buckets:
+                small: list[Tensor] = []
+                for spec in bucket:
+                    tensor = _next(supply, spec)
+                    if helper or spec.size >= ALONE_FROM:
+                        travelling = (tensor if helper else as_bytes(tensor)).to(member.device)
+                        flight.add(member.broadcast(travelling), travelling)
+                    else:
+                        small.append(tensor)
+                    records.append(pool.submit(ParamRecord.of, spec.name, tensor))
+                if small:
+                    flat = _flatten(small, member.device)
+                    flight.add(member.broadcast(flat), flat)
+            flight.land()
+            if (extra := next(supply, None)) is not None:
+                raise WeightSyncError(f"{extra[0]} is a weight of the trainer that was not announced to the samplers")
+        except BaseException as exc:  # noqa: BLE001 - raised again, under its name
+            flight.forget()
+            _leave_after(exc, member)
+            _raise_named(exc, member.group)
+        return [record.result() for record in records]
+
+
+def _next(supply: Iterator[tuple[str, Tensor]], spec: ParamSpec) -> Tensor:
+    found = next(supply, None)
+    if found is None:
+        raise WeightSyncError(f"{spec.name} was announced to the samplers, but the trainer has no more weights")
+    name, tensor = found
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (name, tuple(tensor.shape), dtype) != (spec.name, tuple(spec.shape), spec.dtype):
+        raise WeightSyncError(
+            f"{spec.name} {tuple(spec.shape)} {spec.dtype} was announced to the samplers, the trainer has "
+            f"{name} {tuple(tensor.shape)} {dtype}"
+        )
+    return tensor.detach().contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as ``uint8 [n]``."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    flat = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8, device=device)
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        flat[start : start + size].copy_(as_bytes(tensor))
+        start += _aligned(size)
+    return flat
+
+
+class _Flight:
+    """Broadcasts under way and the tensors they need; at most ``limit`` bytes besides the newest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._bytes = limit, 0
+        self._works: deque[tuple[Any, Tensor, int]] = deque()
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self._works.append((work, tensor, size))
+        self._bytes += size
+        while self._bytes > self._limit and len(self._works) > 1:
+            self._land_one()
+
+    def land(self) -> None:
+        while self._works:
+            self._land_one()
+
+    def forget(self) -> None:
+        self._works.clear()
+
+    def _land_one(self) -> None:
+        work, tensor, size = self._works.popleft()
+        work.wait()
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._bytes -= size
+
+
+# -- receiving ---------------------------------------------------------------------------------------------------------
+
+
+def receive_buckets(member: Membership, buckets: Sequence[Sequence[ParamSpec]]) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` as they arrive, not in the order of ``buckets``; leaves the group if that fails.
+
+    A tensor is valid until the next one is asked for: then its memory receives again.
+    """
+    parcels = [parcel for bucket in buckets for parcel in _parcels(bucket, member.group.torch_helper)]
+    coming: deque[tuple[_Parcel, Tensor, Any]] = deque()
+    try:
+        position = ahead = 0
+        while position < len(parcels) or coming:
+            while position < len(parcels) and (not coming or ahead + parcels[position].n_bytes <= _AHEAD):
+                parcel = parcels[position]
+                memory = member.memory.take(parcel.n_bytes, member.device)
+                coming.append((parcel, memory, member.broadcast(parcel.wire_view(memory))))
+                ahead += parcel.n_bytes
+                position += 1
+            parcel, memory, work = coming.popleft()
+            work.wait()
+            ahead -= parcel.n_bytes
+            yield from parcel.tensors(memory)
+            member.memory.give(memory)
+    except BaseException as exc:
+        coming.clear()
+        _leave_after(exc, member)
+        if isinstance(exc, GeneratorExit):
+            raise
+        _raise_named(exc, member.group)
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """What travels in one broadcast: a tensor, or several small ones (``flat``)."""
+
+    specs: list[ParamSpec]
+    flat: bool
+    typed: bool
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(_aligned(spec.size) for spec in self.specs) if self.flat else self.specs[0].size
+
+    def wire_view(self, memory: Tensor) -> Tensor:
+        """The memory as it is broadcast."""
+        return _shaped(memory, self.specs[0]) if self.typed else memory
+
+    def tensors(self, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for spec in self.specs:
+            yield spec.name, _shaped(memory[start : start + spec.size], spec)
+            start += _aligned(spec.size)
+
+
+def _parcels(bucket: Sequence[ParamSpec], torch_helper: bool) -> list[_Parcel]:
+    alone = [spec for spec in bucket if torch_helper or spec.size >= ALONE_FROM]
+    small = [spec for spec in bucket if not torch_helper and spec.size < ALONE_FROM]
+    return [_Parcel([spec], False, torch_helper) for spec in alone] + ([_Parcel(small, True, False)] if small else [])
+
+
+def _shaped(memory: Tensor, spec: ParamSpec) -> Tensor:
+    return memory.view(_dtype(spec)).view(tuple(spec.shape))
+
+
+class _Memory:
+    """Receive buffers, kept from one version to the next: new memory costs a fault per page."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, n_bytes: int, device: torch.device) -> Tensor:
+        free = self._free.get(n_bytes)
+        return free.pop() if free else torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def give(self, memory: Tensor) -> None:
+        self._free.setdefault(memory.numel(), []).append(memory)
+
+
+def _dtype(spec: ParamSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
+def _leave_after(exc: BaseException, member: Membership) -> None:
+    """Leave; what the frames of an error still hold would keep connections open."""
+    traceback.clear_frames(exc.__traceback__)
+    member.abort()
+
+
+def _raise_named(exc: BaseException, group: WeightGroup) -> NoReturn:
+    if isinstance(exc, WeightSyncError) or not isinstance(exc, Exception):
+        raise exc
+    raise WeightGroupLostError(f"weight group {group.name}: rank {group.rank} lost the others: {exc}") from exc
+
+
+class Memberships:
+    """The groups that a receiver is in, by name; joined and left by calls of the trainer's side."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Membership] = {}
+        self._lock = threading.Lock()
+
+    def join(self, group: WeightGroup) -> None:
+        """Take the place ``group.rank``; returns when every rank has. Groups that this one replaces are left."""
+        member = enter_group(group)
+        with self._lock:
+            old = [name for name, other in self._members.items() if other.group.stage == group.stage]
+            left = [self._members.pop(name) for name in old]
+            self._members[group.name] = member
+        for other in left:
+            other.abort()
+
+    def leave(self, name: str) -> None:
+        """Leave a group; an unknown one is no error."""
+        with self._lock:
+            member = self._members.pop(name, None)
+        if member is not None:
+            member.abort()
+
+    def get(self, name: str) -> Membership:
+        """The place in a group.
+
+        Raises:
+            WeightSyncError: it was not joined.
+        """
+        with self._lock:
+            member = self._members.get(name)
+            known = ", ".join(self._members) or "none"
+        if member is None:
+            raise WeightGroupLostError(f"weight group {name} was not joined here (joined: {known})")
+        return member
