@@ -95,17 +95,31 @@ def test_dry_run_of_the_example_prints_its_plan(
     assert not (tmp_path / "logs").exists()
 
 
-def test_dry_run_of_the_gpu_example_lists_what_is_missing(
-    argv: Any, gsm8k: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["gsm8k_grpo.yaml", "gsm8k_grpo_vllm.yaml"])
+def test_dry_run_of_a_gpu_example_says_it_can_start(
+    name: str, argv: Any, gsm8k: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = overrides(gsm8k, model, tmp_path)
-    arguments[1] = str(CONFIG.with_name("gsm8k_grpo.yaml"))
+    arguments[1] = str(CONFIG.with_name(name))
     extra = [f"valid_dataset.path={gsm8k}", "train_dataset.batch_size=4"]
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(SCRIPT), *arguments, *extra, "--dry-run"])
     printed = capsys.readouterr().out
+    assert stopped.value.code == 0, printed
+    assert "the run can start" in printed
+
+
+def test_dry_run_lists_what_is_refused(
+    argv: Any, gsm8k: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = overrides(gsm8k, model, tmp_path)
+    arguments[1] = str(CONFIG.with_name("gsm8k_grpo.yaml"))
+    extra = [f"valid_dataset.path={gsm8k}", "train_dataset.batch_size=4", "actor.weight_update_mode=shm"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(SCRIPT), *arguments, *extra, "--dry-run"])
+    printed = capsys.readouterr().out
     assert stopped.value.code == 2
-    assert "refused: rollout.backend=sglang:d4" in printed
+    assert "refused: actor.weight_update_mode=shm: sglang receives weights by xccl, disk" in printed
 
 
 def test_train_runs_the_example(argv: Any, gsm8k: Path, model: str, tmp_path: Path) -> None:

@@ -131,3 +131,37 @@ def test_check_supported_unused_sections_do_not_count() -> None:
     )
 
     check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("native:d2", "auto"),
+        ("native:d1", "xccl"),
+        ("native:d1", "disk"),
+        ("vllm:d2t2", "shm"),
+        ("vllm:d1p2", "xccl"),
+        ("sglang:d4", "auto"),
+        ("sglang:d2t2", "xccl"),
+        ("sglang:d1p2", "disk"),
+        ("sglang:d1p1", "xccl"),
+    ],
+)
+def test_unsupported_samplers_in_processes_with_what_they_receive_is_empty(backend: str, mode: str) -> None:
+    config = _changed(scheduler={"type": "local"}, rollout={"backend": backend}, actor={"weight_update_mode": mode})
+    assert unsupported(config) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "expected"),
+    [
+        ("sglang:d1", {"actor": {"weight_update_mode": "shm"}}, "sglang receives weights by xccl, disk"),
+        ("sglang:d1p2", {}, "SGLang with pipeline stages"),
+        ("sglang:d1", {"rollout": {"on_weight_update": "keep"}}, "rollout.on_weight_update=keep"),
+        ("native:d1t2", {}, "a native replica is one process"),
+    ],
+)
+def test_unsupported_server_settings_name_the_remedy(backend: str, changes: dict[str, Any], expected: str) -> None:
+    changes.setdefault("rollout", {})["backend"] = backend
+    (problem,) = unsupported(_changed(scheduler={"type": "local"}, **changes))
+    assert expected in problem

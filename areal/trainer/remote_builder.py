@@ -5,26 +5,28 @@ Called by ``builder`` for every scheduler but ``inline``; the trainer uses the r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from areal.api.alloc_mode import ModelAllocation
-from areal.api.config.scheduling import SchedulingSpec
 from areal.engine.core.remote_weights import RemotePublisher
-from areal.engine.inference.rollout_worker import RolloutSetup
-from areal.infra.controller.rollout_controller import RolloutController, RolloutSpec
+from areal.infra.controller.rollout_controller import RolloutController
 from areal.infra.controller.train_controller import RoleSpec, ScoringController, TrainController
 from areal.infra.rpc.errors import TensorLostError
 from areal.infra.weight_update import WeightUpdater
+from areal.trainer.resources import thread_env, worker_specs
 from areal.trainer.roles import TRAIN_ENGINES
+from areal.trainer.rollout_layout import (
+    RolloutLayout,
+    build_rollout_controller,
+    read_layout,
+    transfer_settings,
+    weight_mode,
+)
 from areal.utils import stats_tracker
-from areal.utils.errors import UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from areal.api.cli_args import PPOConfig, SFTConfig, TrainEngineConfig
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
 PPO_WORKER = "areal.trainer.role_worker.PPOActorWorker"
 LM_WORKER = "areal.trainer.role_worker.LMWorker"
-WORKER_COMMAND = "python -m areal.infra.rpc.rpc_server"
 
 
 @dataclass
@@ -46,6 +47,7 @@ class RemoteRLParts:
     ref: ScoringController | None
     rollout: RolloutController
     weights: WeightUpdater
+    publisher: RemotePublisher | None = None
 
     def engines(self) -> dict[str, Any]:
         """Engines whose state a recover point holds, by checkpoint name."""
@@ -78,6 +80,8 @@ class RemoteRLParts:
 
     def destroy(self) -> None:
         """Stop what runs in this process; the scheduler stops the workers. Safe to call twice."""
+        if self.publisher is not None:
+            self.publisher.close()  # a worker that returns may be waiting for the next update
         self.rollout.destroy()
         self.actor.destroy()
         if self.ref is not None:
@@ -120,30 +124,19 @@ def role_spec(role: str, config: TrainEngineConfig, worker: str, env: dict[str, 
     )
 
 
-def worker_specs(specs: Sequence[SchedulingSpec]) -> list[SchedulingSpec]:
-    """The spec of a role's workers: the command is ours unless the user names one, and a spec that says nothing else
-    asks for a device each where this machine has some.
-    """
-    first = specs[0] if specs else SchedulingSpec()
-    if not first.cmd:
-        first = replace(first, cmd=WORKER_COMMAND)
-    if first == SchedulingSpec(cmd=WORKER_COMMAND) and torch.cuda.is_available():
-        first = replace(first, gpu=1)
-    return [first]
-
-
 def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: FinetuneSpec) -> RemoteRLParts:
     """Actor ranks, reference ranks (only with a KL term), rollout workers and the weight path between them.
 
     All processes are started first and come up together. If the building fails, the caller deletes the workers.
     """
-    replicas = _native_replicas(config)
-    env = thread_env(config, replicas)
+    layout = read_layout(config)
+    env = thread_env(config, layout.replicas)
+    env["train"].update(layout.train_env)
     actor = TrainController(scheduler, role_spec("actor", config.actor, PPO_WORKER, env["train"]))
     ref = None
     if config.ref is not None and config.actor.kl_ctl > 0:
         ref = ScoringController(scheduler, role_spec("ref", config.ref, PPO_WORKER, env["train"]))
-    rollout = _rollout_controller(scheduler, config, replicas, env["rollout"])
+    rollout = build_rollout_controller(scheduler, config, layout, env["rollout"])
     parts = RemoteRLParts(actor, ref, rollout, None)  # type: ignore[arg-type]  # set below
     try:
         starts: list[Callable[[], None]] = [rollout.initialize]
@@ -155,10 +148,8 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
         with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as threads:  # they come up together
             for future in [threads.submit(start) for start in starts]:
                 future.result()
-        publisher = RemotePublisher(actor.ranks, rollout)
-        parts.weights = WeightUpdater(publisher, [rollout], [rollout.train, rollout.eval, actor.engine])
-        publisher.stage(0)  # workers loaded the checkpoint; now they hold what the actor made of it
-        publisher.commit(0)
+        parts.weights = _weight_updater(scheduler, config, layout, parts)
+        parts.weights.update(0)  # samplers loaded the checkpoint; now they hold what the actor made of it
     except BaseException:
         parts.destroy()
         raise
@@ -183,62 +174,18 @@ def build_remote_learner(scheduler: BaseScheduler, config: SFTConfig, ft_spec: F
     return RemoteLearnerParts(learner)
 
 
-def thread_env(config: Any, replicas: int) -> dict[str, dict[str, str]]:
-    """Thread settings of train ranks and rollout workers that compute on the CPUs of this machine.
-
-    A synchronous run takes turns, so each side may use every core; else they share them. With devices, or a user's own
-    setting in ``env_vars``, nothing is changed.
-    """
-    ranks = ModelAllocation.from_str(config.actor.backend, name="actor").parallel.world_size
-    rollout = getattr(config, "rollout", None)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = ranks + replicas if rollout is not None and not rollout.synchronous else None
-
-    def env(specs: Sequence[SchedulingSpec], processes: int) -> dict[str, str]:
-        spec = specs[0] if specs else None
-        if spec is not None and (spec.gpu or "OMP_NUM_THREADS" in spec.env_vars):
-            return {}
-        threads = str(max(1, cores // max(1, share or processes)))
-        return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
-
-    return {
-        "train": env(config.actor.scheduling_spec, ranks),
-        "rollout": env(rollout.scheduling_spec, replicas) if rollout is not None else {},
-    }
-
-
-def _native_replicas(config: PPOConfig) -> int:
-    allocation = ModelAllocation.from_str(config.rollout.backend, name="rollout")
-    if allocation.backend != "native":
-        raise UnsupportedFeatureError(f"rollout.backend={config.rollout.backend!r} is not available; use native:d1")
-    return allocation.parallel.data_parallel_size
-
-
-def _rollout_controller(
-    scheduler: BaseScheduler, config: PPOConfig, replicas: int, env: dict[str, str]
-) -> RolloutController:
-    eval_rows = config.valid_dataset.batch_size if config.valid_dataset is not None else 1
-    eval_config = replace(
-        config.rollout,
-        max_concurrent_rollouts=max(eval_rows, config.rollout.max_concurrent_rollouts or 1),
-        queue_size=None,
+def _weight_updater(
+    scheduler: BaseScheduler, config: PPOConfig, layout: RolloutLayout, parts: RemoteRLParts
+) -> WeightUpdater:
+    """The way of new weights from the actor's ranks to the samplers."""
+    hosts = {worker.ip for role in ("actor", "rollout") for worker in scheduler.get_workers(role)}
+    mode = weight_mode(config, layout, one_host=len(hosts | layout.other_hosts) == 1)
+    parts.publisher = RemotePublisher(
+        parts.actor.ranks,
+        parts.rollout,
+        mode=mode,
+        transfer_while_paused=layout.served,
+        settings=transfer_settings(config, layout, scheduler.get_workers("actor")[0].ip),
     )
-    setup = RolloutSetup(
-        rollout=config.rollout,
-        native=config.native,
-        model_path=config.actor.path,
-        tokenizer_path=config.tokenizer_path,
-        dtype=config.native.dtype or config.actor.dtype,
-        run_seed=config.seed,
-        perf_tracer=config.perf_tracer,
-    )
-    spec = RolloutSpec(
-        role="rollout",
-        replicas=replicas,
-        setup=setup,
-        specs=worker_specs(config.rollout.scheduling_spec),
-        placement=config.rollout.scheduling_strategy,
-        env=env,
-        max_deaths=config.recover.retries,
-    )
-    return RolloutController(scheduler, spec, config.rollout, eval_config)
+    followers: list[Any] = [parts.rollout.train, parts.rollout.eval, parts.actor.engine]
+    return WeightUpdater(parts.publisher, [parts.rollout], followers)

@@ -16,6 +16,7 @@ from areal.trainer.builder import build_rl
 from areal.trainer.diagnostics import start_diagnostics
 from areal.trainer.follower import follow
 from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
+from areal.trainer.weight_probe import build_weight_probe
 from areal.utils import logging, stats_tracker
 from areal.utils.errors import ConfigError
 from areal.utils.threads import release_thread_pool
@@ -67,6 +68,7 @@ class PPOTrainer(ClosingRun):
                 diagnostics.watch(rollout.executor)
             self.rollout.executor.use_ledger(self.phase.ledger)
             self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
+            self.probe = build_weight_probe(config, self.parts, self.tokenizer)
             self.start_step = self._recover()
 
     def _recover(self) -> int:
@@ -76,7 +78,7 @@ class PPOTrainer(ClosingRun):
             return 0
         self.rollout.executor.load_state_dict(info.extra["rollout"])
         step = info.last_step_info.global_step + 1
-        self.weights.update(step)
+        self._publish(step)
         return step
 
     def train(  # noqa: PLR0913 - public 1.x signature
@@ -148,9 +150,15 @@ class PPOTrainer(ClosingRun):
         if config.rollout.synchronous:
             self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
         with self.phase("update_weights"):
-            self.weights.update(step.global_step + 1)
+            self._publish(step.global_step + 1)
             self.rollout.executor.step_done()
         return refs
+
+    def _publish(self, version: int) -> None:
+        """Bring every sampler to the trainer's weights, and now and then see that they generate with them."""
+        self.weights.update(version)
+        if self.probe is not None:
+            self.probe.after_update(version)
 
     def _next_batch(
         self, workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None, accept: AcceptFn | str | None

@@ -38,6 +38,22 @@ def gethostip() -> str:
         raise NetworkError(f"no address found for host {socket.gethostname()!r}; name one in the settings") from exc
 
 
+def address_towards(address: str) -> str:
+    """This machine's address on the way to ``host:port``; nothing is sent.
+
+    Raises:
+        NetworkError: there is no way there.
+    """
+    host, port = split_hostport(address)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise NetworkError(f"no way to {address}: {exc}") from exc
+
+
 def is_port_free(port: int, host: str = "") -> bool:
     """True when TCP and UDP ``port`` can be bound on ``host`` (all IPv4 interfaces by default) right now."""
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):

@@ -15,7 +15,7 @@ from areal.infra.scheduler.attached import attach
 from areal.infra.scheduler.local import LocalScheduler
 from areal.trainer.follower import follow
 from areal.utils import environ
-from areal.utils.errors import ConfigError, UnsupportedFeatureError
+from areal.utils.errors import ConfigError
 from tests.trainer_runs import RL_BASE, SFT_BASE
 
 SCRIPT = str(Path(__file__).with_name("train_tiny.py"))
@@ -54,6 +54,12 @@ def test_plan_with_allocation_mode_tells_the_script_the_backends(root: Path) -> 
     assert sorted(plan.arguments[-3:]) == ["actor.backend=fsdp:d4", "rollout.backend=native:d2", "scheduler.type=null"]
 
 
+def test_plan_with_servers_gives_a_worker_the_devices_of_its_server(root: Path) -> None:
+    specs = "rollout.scheduling_spec=[{cpu: 2, gpu: 1, mem: 4}]"
+    plan = plan_of(root, "allocation_mode=vllm:d2t2p2+fsdp:d2", specs, file="rl-open.yaml")
+    assert (plan.replicas, plan.rollout.gpu, plan.rollout.cpu, plan.rollout.mem) == (2, 4, 8, 16)
+
+
 def test_plan_of_supervised_run_has_no_rollout(root: Path) -> None:
     assert plan_of(root, "actor.backend=fsdp:d2", file="sft.yaml").workers == "actor=2"
 
@@ -78,8 +84,6 @@ def test_plan_environment_is_common_to_jobs_and_the_spec_wins(root: Path, monkey
     ("overrides", "error", "text"),
     [
         (["allocation_mode=native:d1+fsdp:d2"], LaunchError, "actor.backend='fsdp:d1' contradict"),
-        (["allocation_mode=vllm:d1+fsdp:d1", "~rollout.backend"], UnsupportedFeatureError, "native:dN"),
-        (["rollout.backend=sglang:d1"], UnsupportedFeatureError, "not available under a launcher yet"),
         (["allocation_mode=native:d1+native:d2+fsdp:d1"], LaunchError, "two components for rollout"),
         (["allocation_mode=native:d1+fsdp.d2"], AllocationSyntaxError, "fsdp.d2"),
         (["~actor.backend"], LaunchError, "set actor.backend"),

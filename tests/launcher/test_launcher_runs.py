@@ -20,8 +20,10 @@ from areal.utils.stats_logger import read_stats
 from tests.components import ray_cluster, slurm
 from tests.components.services import require_module
 from tests.controller.runs import TableTrainer, record_tables
+from tests.fakes import save_tiny_model
 from tests.scheduler_engines import wait_gone
-from tests.trainer_runs import RL_BASE, SFT_BASE, rl_config, run_sft, sft_config, stats_of, tiny_policy
+from tests.servers.conftest import server_python
+from tests.trainer_runs import RL_BASE, SFT_BASE, VOCAB_SIZE, rl_config, run_sft, sft_config, stats_of, tiny_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
@@ -244,3 +246,19 @@ def test_example_slurm_without_staleness_equals_inline(inline: TableTrainer, pol
             output = run.finish()
             assert cluster.wait_empty(120.0) == []
             check_equal(run, output + (log.read_text() if log.exists() else ""), inline)
+
+
+def test_local_launcher_with_vllm_trains_and_leaves_no_process(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # what vLLM needs on a CPU
+    policy = save_tiny_model(tmp_path / "policy", vocab_size=VOCAB_SIZE, **sizes)
+    layout = ("~actor.backend", "~rollout.backend", "allocation_mode=vllm:d1+fsdp:d1", "total_train_steps=2")
+    limits = ("rollout.setup_timeout=400", "rollout.wait_timeout_s=400")
+    server = f"vllm.python={server_python('vllm')}"
+    run = Launched(launcher("local"), tmp_path / "run", policy, *layout, *limits, server)
+    run.wait_for(r"step 1/2", 240.0)
+    processes = psutil.Process(run.process.pid).children(recursive=True)
+    assert any("vllm" in " ".join(process.cmdline()) for process in processes)
+    output = run.finish()
+    assert run.process.returncode == 0, output
+    assert len(run.stats()) == 2
+    assert wait_gone([process.pid for process in processes], 10.0) == []

@@ -19,6 +19,7 @@ def inherit(root: Any) -> None:
 
     - ``experiment_name``, ``trial_name``, ``fileroot`` of every section: the root's and ``cluster.fileroot``;
     - ``tokenizer_path``, then ``rollout.tokenizer_path``, ``vllm.model``, ``sglang.model_path``: the actor's path;
+    - ``vllm.dtype``, ``sglang.dtype``: the actor's;
     - ``ref``, ``critic``, ``teacher``: the actor's backend, dtype, attention and temperature; the first two its path;
     - ``actor.temperature``, ``actor.max_new_tokens``: those of ``gconfig``;
     - ``rollout.consumer_batch_size``: ``train_dataset.batch_size``.
@@ -43,6 +44,8 @@ def inherit(root: Any) -> None:
         part = getattr(root, section_name, None)
         if is_section(part):
             _fill(part, field_name, root.tokenizer_path if section_name == "rollout" else actor.path)
+            if section_name != "rollout":
+                _follow(part, "dtype", actor.dtype)
 
 
 def _fill(part: Any, name: str, value: str) -> None:

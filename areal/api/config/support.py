@@ -67,7 +67,6 @@ TRAIN = (
     Missing("enable_tree_training", "prefix-tree training is not available; set it to false", _is_true),
     Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
     Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
-    Missing("weight_update_mode", "use auto or shm", lambda v: v not in ("auto", "shm")),
     Missing("is_critic", "value heads are not available; set it to false", _is_true),
 )
 FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; set it to false", _is_true),)
@@ -90,6 +89,8 @@ GENERATION = (
     Missing("use_beam_search", "beam search is not available; set it to false", _is_true),
     Missing("skip_special_tokens", "the embedded engine returns token ids, not text; leave it at true", None),
 )
+WEIGHT_MODES = {"native": ("shm", "xccl", "disk"), "vllm": ("shm", "xccl", "disk"), "sglang": ("xccl", "disk")}
+"""How samplers of each inference backend can receive weights, when they live in processes of their own."""
 DATASET = (Missing("num_dataset_workers", "remote data workers are not available; leave it at 1", None),)
 
 
@@ -119,8 +120,7 @@ def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
             problems.extend(_train_engine(engine, role))
     rollout = getattr(config, "rollout", None)
     if is_section(rollout):
-        problems.extend(_backend(rollout.backend, "rollout", ("native",), inline=config.scheduler.type == "inline"))
-        problems.extend(_find(rollout, "rollout", ROLLOUT))
+        problems.extend(_rollout(config, rollout))
     for name in ("gconfig", "eval_gconfig"):
         if is_section(getattr(config, name, None)):
             problems.extend(_find(getattr(config, name), name, GENERATION))
@@ -137,14 +137,40 @@ def _train_engine(engine: Any, role: str) -> Iterator[str]:
         yield f"{role}.path='': a model directory or hub id is needed"
 
 
-def _backend(text: str, role: str, available: tuple[str, ...], *, inline: bool = False) -> Iterator[str]:
-    kind, _, sizes = text.partition(":")
-    if kind.partition("[")[0].strip() not in available:
+def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:
+    if _kind(text) not in available:
         yield f"{role}.backend={text}: not available; use {' or '.join(f'{name}:d1' for name in available)}"
-    elif role == "rollout" and inline and sizes.strip() != "d1":
-        yield f"{role}.backend={text}: scheduler.type=inline hosts one replica; use {available[0]}:d1 or type=local"
-    elif role == "rollout" and not re.fullmatch(r"d\d+", sizes.strip()):
-        yield f"{role}.backend={text}: a {available[0]} replica is one process; use {available[0]}:dN"
+
+
+def _kind(backend: str) -> str:
+    return backend.partition(":")[0].partition("[")[0].strip()
+
+
+def _rollout(config: Any, rollout: Any) -> Iterator[str]:
+    yield from _find(rollout, "rollout", ROLLOUT)
+    text, mode = rollout.backend, config.actor.weight_update_mode
+    kind, sizes = _kind(text), text.partition(":")[2].strip()
+    if kind not in WEIGHT_MODES:
+        yield from _backend(text, "rollout", tuple(WEIGHT_MODES))
+        return
+    if kind == "native" and not re.fullmatch(r"d\d+", sizes):
+        yield f"rollout.backend={text}: a native replica is one process; use native:dN"
+    elif config.scheduler.type == "inline":
+        if kind != "native":
+            yield f"rollout.backend={text}: scheduler.type=inline starts no servers; use native:d1 or type=local"
+        elif sizes != "d1":
+            yield f"rollout.backend={text}: scheduler.type=inline hosts one replica; use native:d1 or type=local"
+        if mode not in ("auto", "shm"):
+            yield f"actor.weight_update_mode={mode}: scheduler.type=inline copies weights in process; use auto"
+    elif mode != "auto" and mode not in WEIGHT_MODES[kind]:
+        yield (
+            f"actor.weight_update_mode={mode}: {kind} receives weights by {', '.join(WEIGHT_MODES[kind])}; use one of "
+            "them or auto"
+        )
+    elif kind == "sglang" and mode != "disk" and "p" in sizes and not re.search(r"p1(?!\d)", sizes):
+        yield f"rollout.backend={text}: SGLang with pipeline stages takes weights by disk only; set weight_update_mode"
+    if rollout.on_weight_update == "keep" and kind == "sglang":
+        yield "rollout.on_weight_update=keep: SGLang cannot keep requests and tell which weights drew a token; use auto"
 
 
 def _find(config: Any, path: str, table: tuple[Missing, ...]) -> Iterator[str]:

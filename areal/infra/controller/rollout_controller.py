@@ -115,8 +115,9 @@ class RolloutController:
         self.train = RemoteRollout(self, train_config, is_eval=False)
         self.eval = RemoteRollout(self, eval_config, is_eval=True)
         self.bring_up_to_date: Callable[[str], None] | None = None  # set by whoever publishes weights
-        self._paused: list[str] = []
-        self._threads = ThreadPoolExecutor(max(4, spec.replicas), thread_name_prefix="rollout-calls")
+        self._paused: list[list[str]] = []  # workers of each pause that was not undone
+        # twice as many threads as workers: what ends a call that hangs must not queue behind it
+        self._threads = ThreadPoolExecutor(max(4, 2 * spec.replicas), thread_name_prefix="rollout-calls")
 
     def initialize(self) -> None:
         """Build the workers' engines, and listen."""
@@ -153,7 +154,7 @@ class RolloutController:
         return [member.worker_id for member in self.pool.members if member.alive]
 
     def call(self, worker_ids: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of workers at once; a worker that is lost meanwhile is missing in the result.
+        """Call a method of workers at once; one that is lost meanwhile, or whose sampler is, is missing in the result.
 
         Raises:
             Exception: what the method raised on a worker that lives.
@@ -166,7 +167,7 @@ class RolloutController:
                 found[worker_id] = future.result()
             except InfrastructureError as exc:
                 replaced = self._lives()[worker_id] != lives[worker_id]  # by now
-                if not (replaced or self.is_gone(worker_id)):
+                if not (replaced or self.is_gone(worker_id) or self._cannot_go_on(worker_id)):
                     raise
                 logger.warning(f"{method} did not reach {worker_id}: {exc}")
         return found
@@ -184,14 +185,24 @@ class RolloutController:
             return True
         return any(member.worker_id == worker_id and not member.alive for member in self.pool.members)
 
+    def _cannot_go_on(self, worker_id: str) -> bool:
+        """Whether a worker that answers has lost its sampler (a server that died); the pool is told if it has."""
+        try:
+            if self.call_one(worker_id, "is_well"):
+                return False
+        except InfrastructureError as exc:
+            logger.debug(f"{worker_id} does not say whether it can go on: {exc}")
+        self.pool.worker_failed(worker_id)
+        return True
+
     def pause(self) -> None:
-        """Freeze every sampler between two steps."""
-        self._paused = list(self.call(self.alive(), "pause"))
+        """Freeze every sampler between two steps; pauses nest."""
+        self._paused.append(list(self.call(self.alive(), "pause")))
 
     def resume(self) -> None:
-        """Undo :meth:`pause`."""
-        self.call(self._paused, "resume")
-        self._paused = []
+        """Undo one :meth:`pause`."""
+        if self._paused:
+            self.call(self._paused.pop(), "resume")
 
     def reopen_step(self, refs: Sequence[TrajectoryRef]) -> int:
         """The step's trajectories could not all be fetched: rows of dead workers go back to the queue, the others stay

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -78,7 +79,8 @@ class RankGroup:
         self.scheduler, self.spec = scheduler, spec
         job = Job(spec.role, spec.strategy.world_size, list(spec.specs), spec.placement)
         self.worker_ids = scheduler.create_workers(job)
-        self._threads = ThreadPoolExecutor(len(self.worker_ids), thread_name_prefix=f"{spec.role}-calls")
+        self._threads = ThreadPoolExecutor(2 * len(self.worker_ids), thread_name_prefix=f"{spec.role}-calls")
+        self._turn = threading.RLock()
 
     @property
     def size(self) -> int:
@@ -111,16 +113,23 @@ class RankGroup:
         self.call("create_process_group", spec.strategy, part=".engine")
         self.call("initialize", None, ft_spec, part=".engine")
 
-    def call(self, method: str, *args: Any, part: str = "", **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, part: str = "", beside: bool = False, **kwargs: Any) -> list[Any]:
         """Call a method on every rank at once; results in rank order. Raises the first rank's error."""
-        return self.each(lambda rank: self.call_one(rank, method, *args, part=part, **kwargs))
+        return self.each(lambda rank: self.call_one(rank, method, *args, part=part, **kwargs), beside=beside)
 
-    def each(self, function: Callable[[int], Any]) -> list[Any]:
+    def each(self, function: Callable[[int], Any], *, beside: bool = False) -> list[Any]:
         """Run ``function(rank)`` for every rank at once.
+
+        Calls of several threads take turns, so that every rank sees them in one order: ranks that ran two collectives
+        in different orders would wait for each other. ``beside``: the call is no collective and runs beside others.
 
         A dead rank is the reason that others fail, or wait for it in a collective for hours: its error is raised as
         soon as it is known. After another error the rest has ``_SETTLE_S`` to say whether a rank is dead.
         """
+        with contextlib.nullcontext() if beside else self._turn:
+            return self._each(function)
+
+    def _each(self, function: Callable[[int], Any]) -> list[Any]:
         futures = [self._threads.submit(function, rank) for rank in range(self.size)]
         wait(futures, return_when=FIRST_EXCEPTION)
         deadline = time.monotonic() + _SETTLE_S
@@ -171,7 +180,7 @@ class RemoteTrainEngine:
         self._ranks.call("stage_save", meta)
 
         def write() -> None:
-            self._ranks.call("write_staged")
+            self._ranks.call("write_staged", beside=True)
 
         return write
 

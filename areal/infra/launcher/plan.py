@@ -22,7 +22,7 @@ from areal.api.config.scheduling import SchedulingSpec
 from areal.api.config.timers import RecoverConfig
 from areal.api.config_loader import parse_argv, resolve
 from areal.utils import environ, logging
-from areal.utils.errors import ConfigError, UnsupportedFeatureError
+from areal.utils.errors import ConfigError
 
 logger = logging.getLogger("Launcher")
 
@@ -95,7 +95,6 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
     Raises:
         MissingPathError: the script, or a directory that the config names.
         LaunchError: sections or sizes that do not fit together.
-        UnsupportedFeatureError: an inference backend other than ``native``.
         ConfigError: anything else that is wrong with the config.
     """
     script, arguments = _split(argv)
@@ -117,7 +116,7 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
         ranks=actor.parallel.world_size,
         replicas=rollout.parallel.dp_size if rollout is not None else 0,
         actor=_job_spec(specs[0]),
-        rollout=_job_spec(specs[1]),
+        rollout=_job_spec(specs[1], rollout.parallel.tp_size * rollout.parallel.pp_size if rollout is not None else 1),
     )
 
 
@@ -220,11 +219,6 @@ def _backends(config: LaunchConfig) -> tuple[ModelAllocation, ModelAllocation | 
             "or set actor.backend and rollout.backend"
         )
     rollout = found.get("rollout")
-    if rollout is not None and rollout.backend != "native":
-        raise UnsupportedFeatureError(
-            f"rollout on {rollout.backend} is not available under a launcher yet; use native:dN (rollout.backend or "
-            "allocation_mode)"
-        )
     return found["actor"], rollout, added
 
 
@@ -240,8 +234,12 @@ def _components(text: str) -> dict[str, str]:
     return found
 
 
-def _job_spec(spec: SchedulingSpec) -> SchedulingSpec:
-    """The spec with a command, and with what every job of a launcher has in its environment; what is set wins."""
+def _job_spec(spec: SchedulingSpec, devices: int = 1) -> SchedulingSpec:
+    """The spec with a command, and with what every job of a launcher has in its environment; what is set wins.
+
+    Cores, devices and memory are given per device of a worker.
+    """
+    spec = dataclasses.replace(spec, cpu=spec.cpu * devices, gpu=spec.gpu * devices, mem=spec.mem * devices)
     common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **{name: f"{environ.cache_dir()}/{d}" for name, d in _CACHES.items()}}
     kept = {name: environ.get_env(name) or value for name, value in common.items()}
     return dataclasses.replace(spec, cmd=spec.cmd or WORKER_COMMAND, env_vars={**kept, **spec.env_vars})
