@@ -68,6 +68,7 @@ class CausalLM:
         self._positions = torch.arange(max_positions, dtype=torch.int64, device=device)
         self._zero = torch.zeros((), dtype=dtype, device=device)
         self._minus_inf = torch.full((), float("-inf"), dtype=dtype, device=device)
+        self._bags = device.type == "cpu" and dtype is torch.float32
 
     def decode(self, weights: Weights, step: DecodeInput, cache: SlotCache) -> Tensor:
         """Advance the first ``B`` slots by one token; ``cache`` holds one more position of each afterwards.
@@ -85,6 +86,9 @@ class CausalLM:
             bias, beta = torch.where(seen, self._zero, self._minus_inf).view(rows, group, length), 1
         else:
             bias, beta = self._zero, 0
+        if self._bags:
+            bag = cache.value_index(count, group, length)
+            ends = torch.arange(rows * group + 1, dtype=torch.int32) * length
         x = weights.embed.index_select(0, tokens)
         for layer, w in enumerate(weights.layers):
             keys, values = cache.keys[layer], cache.values[layer]
@@ -98,8 +102,14 @@ class CausalLM:
             scores = torch.baddbmm(
                 bias, heads[:, :group], keys[:rows, :length].transpose(1, 2), beta=beta, alpha=self.scale
             )
-            mixed = torch.bmm(torch.softmax(scores, -1), values[:rows, :length]).view(count, width)
-            x = w.out.plus(mixed, x)
+            shares = torch.softmax(scores, -1)
+            if self._bags:  # a sum of weighted rows reads them in place; bmm packs them first, at up to twice the time
+                mixed = torch.embedding_bag(
+                    cache.flat[layer], bag, ends, mode=0, per_sample_weights=shares.view(-1), include_last_offset=True
+                )[0]
+            else:
+                mixed = torch.bmm(shares, values[:rows, :length])
+            x = w.out.plus(mixed.view(count, width), x)
             x = self._mlp(x, w, inter)
         return F.rms_norm(x, shape, weights.norm, eps)
 

@@ -28,7 +28,6 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ class NativeServer:
         self.paused = False
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
-        self._live: set[Future[ModelResponse]] = set()
+        self._live: set[asyncio.Future[ModelResponse]] = set()
         self._pausing = asyncio.Lock()
         self.app = web.Application(middlewares=[self._guard], client_max_size=max_body_bytes)
         routes: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
@@ -88,7 +87,7 @@ class NativeServer:
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/model_info", self._info)
         for path, handle in routes.items():
-            self.app.router.add_post(path, _with_body(handle))
+            self.app.router.add_post(path, _with_body(handle if path == "/generate" else _to_the_end(handle)))
 
     @web.middleware
     async def _guard(
@@ -118,7 +117,7 @@ class NativeServer:
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         call = wire.read_generate(body, self.engine.tokenizer)
-        futures: list[tuple[ModelRequest, Future[ModelResponse]]] = []
+        futures: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
         try:
             for request in call.requests:
                 futures.append((request, self._submit(request)))
@@ -130,27 +129,29 @@ class NativeServer:
             raise
         return replies if call.many else replies[0]
 
-    def _submit(self, request: ModelRequest) -> Future[ModelResponse]:
+    def _submit(self, request: ModelRequest) -> asyncio.Future[ModelResponse]:
         if request.gconfig.max_new_tokens == 0:
-            nothing: Future[ModelResponse] = Future()
+            nothing: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
             nothing.set_result(ModelResponse(list(request.input_ids), stop_reason="length"))
             return nothing
-        future = self.engine.submit(request)
+        future = asyncio.wrap_future(self.engine.submit(request))
         self._live.add(future)
+        future.add_done_callback(self._ended)
         return future
 
-    async def _reply(self, request: ModelRequest, future: Future[ModelResponse], logprobs: bool) -> Any:
+    def _ended(self, future: asyncio.Future[ModelResponse]) -> None:
+        """On the loop, like all that touches ``_live``; its client may be gone."""
+        self._live.discard(future)
+        if not future.cancelled():
+            future.exception()  # taken, or asyncio would report it
+
+    async def _reply(self, request: ModelRequest, future: asyncio.Future[ModelResponse], logprobs: bool) -> Any:
         try:
-            response = await asyncio.shield(asyncio.wrap_future(future))
+            response = await asyncio.shield(future)
         except Exception as exc:  # a request that was accepted fails only with the engine
             self.failure = self.failure or exc
             self.failed.set()
             raise
-        finally:
-            if future.done():
-                self._live.discard(future)
-            else:
-                future.add_done_callback(self._live.discard)
         return wire.write_reply(request, response, self.engine.get_version(), self.engine.tokenizer, logprobs)
 
     async def _abort(self, body: dict[str, Any]) -> Any:
@@ -172,7 +173,7 @@ class NativeServer:
                 await asyncio.to_thread(self.engine.pause)
                 self.paused = True
             if not _MODES[mode] and self._live:
-                ending = [asyncio.wrap_future(future) for future in self._live]
+                ending = list(self._live)
                 self.engine.abort()
                 await asyncio.wait(ending)
         return {"status": "ok", "mode": mode}
@@ -209,6 +210,24 @@ class NativeServer:
                 "waiting": engine.stats.waiting,
             }
         )
+
+
+def _to_the_end(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    """``handle``, which goes on when its client leaves: half of a pause or of an update is no state to be in."""
+    running: set[asyncio.Future[Any]] = set()
+
+    def ended(task: asyncio.Future[Any]) -> None:
+        running.discard(task)
+        if not task.cancelled():
+            task.exception()  # taken: the client that it was for may be gone
+
+    async def whole(body: Any) -> Any:
+        task = asyncio.ensure_future(handle(body))
+        running.add(task)
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
+
+    return whole
 
 
 def _with_body(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -309,6 +328,8 @@ async def serve(options: ServerOptions, engine: NativeEngine) -> int:
         logger.info(f"serving {options.model_path} v{engine.get_version()} on {address}")
         await ending.wait()
     finally:
+        if server.failure is not None:
+            _exit_within(1)  # a thread that waits in a weight group would keep the process
         await asyncio.to_thread(engine.stop)  # requests end as aborted; their replies go out before the runner ends
         await runner.cleanup()
     return 0 if server.failure is None else 1
@@ -316,10 +337,14 @@ async def serve(options: ServerOptions, engine: NativeEngine) -> int:
 
 def _end_soon(ending: asyncio.Event) -> None:
     """Have the server end; the process ends in any case."""
-    timer = threading.Timer(_EXIT_S, os._exit, (0,))
+    _exit_within(0)
+    ending.set()
+
+
+def _exit_within(code: int) -> None:
+    timer = threading.Timer(_EXIT_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    ending.set()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Weight routes of the native server: updates from disk, shared memory or a group, and the groups.
 
-One update at a time; each runs in a thread, so that the event loop answers meanwhile. Made by ``server``.
+One update at a time; each runs in a thread, so that the event loop answers meanwhile. Made by ``server``, which lets
+every call end though its client left: a cancelled one would free the turn while its thread goes on.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class WeightRoutes:
 
     async def _discard(self, _: dict[str, Any]) -> Any:
         async with self._updating:
-            self.engine.discard_weights()
+            await asyncio.to_thread(self.engine.discard_weights)
         return {"success": True, "message": "nothing is staged"}
 
     async def _rename(self, body: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from areal.utils.errors import ConfigError, EngineError
 
 _DEFAULT_NEW_TOKENS = 128
 _NO_TOP_K = 100_000_000
+_MOST_REQUESTS = 4096  # of one body, samples included
 _REQUIRED: Any = object()
 _NUMBER = (int, float)
 
@@ -130,6 +131,11 @@ def read_generate(body: Mapping[str, Any], tokenizer: Any) -> GenerateCall:
     samples, seed = take(params, "n", int, 1, at="sampling_params."), take(params, "sampling_seed", int, None)
     if samples < 1:
         raise InvalidRequestError(f"sampling_params.n={samples} must be >= 1")
+    if len(prompts) * samples > _MOST_REQUESTS:
+        raise InvalidRequestError(
+            f"input_ids holds {len(prompts)} prompts and sampling_params.n={samples}: one body may ask for at most "
+            f"{_MOST_REQUESTS} continuations"
+        )
     gconfig = _read_sampling(params)
     many = batch or samples > 1
     rid = take(body, "rid", str, None)
@@ -295,14 +301,19 @@ def read_broadcast(body: Mapping[str, Any], version: int, group: WeightGroup) ->
 
 def read_manifest(body: Mapping[str, Any], version: int) -> WeightManifest:
     """The source of an ``/update_weights_from_shm`` body, see :func:`write_manifest`."""
-    params = []
+    params, size = [], take(body, "size_bytes", int)
     for entry in take(body, "params", list):
         if not isinstance(entry, dict):
             raise InvalidRequestError(f"params holds {_short(entry)}: every entry is an object")
         spec = _spec(entry.get("name"), entry.get("dtype"), entry.get("shape"))
-        sizes = take(entry, "checksum", int, at="params."), take(entry, "offset", int, at="params.")
-        params.append(SharedParam(spec.name, spec.shape, spec.dtype, *sizes))
-    host, size = take(body, "host", str), take(body, "size_bytes", int)
+        checksum, offset = take(entry, "checksum", int, at="params."), take(entry, "offset", int, at="params.")
+        if not 0 <= offset <= size - spec.size or offset % dataclasses.replace(spec, shape=()).size:
+            raise InvalidRequestError(
+                f"params.offset={_short(offset)}: {spec.name} has {spec.size} bytes, which must lie within "
+                f"size_bytes={size}, at a multiple of the size of {spec.dtype}"
+            )
+        params.append(SharedParam(spec.name, spec.shape, spec.dtype, checksum, offset))
+    host = take(body, "host", str)
     nowhere = RTensor("", "", "uint8", (size,))  # read on one host only: the store of the writer is never asked
     return WeightManifest(version, host, take(body, "pid", int), take(body, "fd", int), size, params, nowhere)
 
