@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,9 +16,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
+from areal.api.config.inference import NativeConfig
+from areal.engine.native import server as native_server
+from areal.engine.native.engine import NativeEngine
+from areal.engine.native.server import ServerOptions
 from areal.utils.network import find_free_port
 from tests.fakes import char_tokenizer, tiny_model
 from tests.native_http import PROMPT, Server, Serving, body_of, logprobs_of, until
@@ -127,6 +133,8 @@ async def test_generate_text_prompt_is_tokenized(server: Server) -> None:
         ({"input_ids": [5], "sampling_params": {"stop_token_ids": ["a"]}}, "sampling_params.stop_token_ids"),
         ({"input_ids": [5], "sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
         ({"input_ids": [5], "sampling_params": {"n": 0}}, "sampling_params.n"),
+        ({"input_ids": [5], "sampling_params": {"n": 10**9}}, "sampling_params.n=1000000000"),
+        ({"input_ids": [[5]] * 2049, "sampling_params": {"n": 2}}, "2049 prompts"),
         ([], "object"),
     ],
 )
@@ -224,6 +232,43 @@ async def test_pause_keep_freezes_requests_that_finish_later(server: Server) -> 
     assert (await running)["meta_info"]["completion_tokens"] == 300
 
 
+async def test_pause_whose_client_leaves_ends_and_continue_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reached, go = server.engine.pause, threading.Event(), threading.Event()
+
+    def slow() -> None:  # behind a long step
+        reached.set()
+        assert go.wait(10)
+        real()
+
+    monkeypatch.setattr(server.engine, "pause", slow)
+    leaving = asyncio.ensure_future(server.post("/pause_generation", {"mode": "keep"}))
+    await until(reached.is_set)
+    leaving.cancel()
+    await asyncio.sleep(0.1)
+    go.set()
+    repeated = await server.post("/pause_generation", {"mode": "keep"})
+    health = await (await server.client.get("/health")).json()
+    await server.post("/continue_generation", {})
+
+    assert (repeated["status"], health["paused"]) == ("ok", True)
+    assert (await asyncio.wait_for(server.generate(), 10))["meta_info"]["completion_tokens"] == 8
+
+
+async def test_pause_while_requests_end_and_leave_is_never_disturbed(server: Server) -> None:
+    for _ in range(5):
+        running = [asyncio.ensure_future(server.generate(max_new_tokens=400)) for _ in range(8)]
+        await until(lambda: server.engine.stats.running > 4)
+        for task in running[::2]:
+            task.cancel()
+        await server.post("/pause_generation", {"mode": "abort"})
+        await server.post("/continue_generation", {})
+        parts = await asyncio.gather(*running[1::2])
+
+        assert {part["meta_info"]["finish_reason"]["type"] for part in parts} == {"abort"}
+
+
 async def test_abort_one_running_one_queued_and_one_unknown(server: Server) -> None:
     async def send(rid: str) -> Any:
         return await server.post("/generate", body_of(PROMPT, {"max_new_tokens": 400, "ignore_eos": True}, rid=rid))
@@ -260,6 +305,32 @@ async def test_duplicate_live_rid_is_refused(server: Server) -> None:
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
+
+
+async def test_serve_engine_that_dies_ends_the_process_whatever_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    codes: list[int] = []
+    monkeypatch.setattr(native_server, "_EXIT_S", 0.0)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    config, port = NativeConfig(max_running_requests=2), find_free_port()
+    engine = NativeEngine(config, tiny_model(seed=0), tokenizer=char_tokenizer(), device="cpu")
+    monkeypatch.setattr(engine._scheduler, "step", fail)
+    options = ServerOptions("tiny", None, "127.0.0.1", port, config, "cpu", 0, None, 1)
+    serving = asyncio.ensure_future(native_server.serve(options, engine))
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.post(f"{url}/generate", json=body_of(PROMPT, {})) as response:
+                    assert response.status == 500
+                    break
+            except aiohttp.ClientConnectorError:
+                await asyncio.sleep(0.01)
+
+    assert await asyncio.wait_for(serving, 10) == 1
+    await until(lambda: codes == [1])
 
 
 @pytest.mark.slow

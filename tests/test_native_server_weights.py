@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,68 @@ async def test_update_from_shared_memory_serves_the_new_weights(server: Server) 
     reported, expected = logprobs_of(tiny_model(seed=7), after)
     assert reported == pytest.approx(expected, abs=1e-4)
     assert "host" in foreign["message"]
+
+
+@pytest.mark.parametrize("offset", [-64, 3, 1 << 40])
+async def test_update_from_shared_memory_tensor_outside_the_memory_is_refused(server: Server, offset: int) -> None:
+    writer = WeightWriter()
+    body = wire.write_manifest(writer.write(weights_of(tiny_model(seed=7)), 4))
+    body["params"][-1]["offset"] = offset
+
+    reply = await server.post("/update_weights_from_shm", {**body, "weight_version": 4}, status=400)
+    writer.close()
+
+    assert "params.offset" in reply["message"]
+    assert (await server.generate())["meta_info"]["weight_version"] == "0"
+
+
+async def test_update_whose_client_leaves_keeps_its_turn_and_the_loop_answers(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = _save(tmp_path), server.engine.stage_source
+    reached, go = threading.Event(), threading.Event()
+
+    def slow(source: Any, version: int) -> Any:
+        with server.engine._staging:
+            reached.set()
+            assert go.wait(10)
+        return real(source, version)
+
+    monkeypatch.setattr(server.engine, "stage_source", slow)
+    body = {"model_path": path, "weight_version": 1, "commit": False}
+    leaving = asyncio.ensure_future(server.post("/update_weights_from_disk", body))
+    await until(reached.is_set)
+    leaving.cancel()
+    discarding = asyncio.ensure_future(server.post("/discard_weights"))
+    await asyncio.sleep(0.1)
+    health = await asyncio.wait_for(server.client.get("/health"), 5)
+    waits = not discarding.done()
+    go.set()
+    await discarding
+
+    assert (health.status, waits) == (200, True)
+    await server.post("/commit_weights", {"weight_version": 1}, status=400)  # discarded, after it was staged
+
+
+async def test_join_whose_client_leaves_can_still_be_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go, left = threading.Event(), threading.Event(), threading.Event()
+
+    def join(group: Any) -> None:
+        reached.set()
+        assert go.wait(10)
+
+    monkeypatch.setattr(server.engine, "join_group", join)
+    monkeypatch.setattr(server.engine, "leave_group", lambda group: left.set())
+    body = {"group_name": "g", "master_address": "h", "master_port": 1, "world_size": 2, "rank_offset": 1}
+    leaving = asyncio.ensure_future(server.post("/init_weights_update_group", body))
+    await until(reached.is_set)
+    leaving.cancel()
+    await asyncio.sleep(0.1)
+    go.set()
+    await server.post("/update_weight_version", {"new_version": 1})  # its turn comes when the join is over
+    await server.post("/destroy_weights_update_group", {"group_name": "g"})
+
+    assert left.is_set()
 
 
 @pytest.mark.parametrize("damage", ["absent", "lacks a tensor", "other shape", "truncated", "no weights"])

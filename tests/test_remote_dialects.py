@@ -10,6 +10,9 @@ import pytest
 
 from areal.engine.inference.backends import protocol_class
 from areal.engine.inference.protocol import ReplyError
+from areal.engine.inference.traffic import StaleServerError
+from areal.engine.vllm_remote import VLLMProtocol
+from areal.utils.errors import WeightSyncError
 from tests.server_fakes import FakeServer, Fault, ask, begin, draw, generate, limits, quick_waits, sampling
 
 BACKENDS = ["sglang", "vllm"]
@@ -34,6 +37,18 @@ def test_agenerate_reply_of_the_backend_is_read() -> None:
         assert response.output_tokens == answer(6)
         assert response.output_logprobs == [draw([5, 6, 7, *answer(i)], 0, 0)[1] for i in range(6)]
         assert (response.output_versions, response.stop_reason) == ([0] * 6, "length")
+
+
+def test_commit_that_failed_on_a_worker_stamps_no_version_on_that_server() -> None:
+    server = scripted("vllm")
+    with sampling(server, protocol=VLLMProtocol()) as sampler:
+        server.reply_to("/collective_rpc", lambda _: {"results": [{"version": 1}, {"error": "worker 1: no memory"}]})
+        sampler.pause()
+        with pytest.raises(WeightSyncError, match=rf"{server.address}.*worker 1: no memory"):
+            sampler.commit_weights(1)
+        assert server.calls("/reset_prefix_cache") == []
+        assert server.calls("/update_weight_version") == [{"new_version": "0"}]  # from when it connected
+    assert server.version == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,3 +130,27 @@ def test_reply_of_another_shape_is_refused(backend: str, reply: Any) -> None:
 
 def test_limits_of_the_fake_are_those_of_the_requests() -> None:
     assert limits().vocab_size > max(answer(50))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_agenerate_server_started_again_with_its_first_weights_fails_the_sampler(backend: str) -> None:
+    server = scripted(backend)
+    with sampling(server, protocol=protocol_class(backend)()) as sampler:
+        sampler.set_version(7)
+        assert generate(sampler, ask(max_new_tokens=3)).output_versions == [7] * 3
+        write = server.dialect.write
+
+        def as_new(job: Any) -> Any:
+            """What a server says that was never told a version."""
+            reply = write(job)
+            if backend == "sglang":
+                reply["meta_info"]["weight_version"] = "default"
+            else:
+                for span in reply["choices"][0]["weight_versions"]:
+                    span["version"] = "default"
+            return reply
+
+        server.dialect.write = as_new  # type: ignore[method-assign]
+        with pytest.raises(StaleServerError, match="was told v7"):
+            generate(sampler, ask(max_new_tokens=3))
+        assert isinstance(sampler.failure, StaleServerError)

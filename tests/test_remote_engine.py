@@ -135,7 +135,7 @@ def test_update_weights_from_disk_future_ends_when_the_version_serves(tmp_path: 
     assert response.output_versions == [3, 3]
     assert not Path(str(meta.path)).exists()
     order = [path for path, _ in server.log if path in ("/pause", "/stage", "/commit", "/resume")]
-    assert order == ["/pause", "/stage", "/commit", "/resume"]
+    assert order == ["/resume", "/pause", "/stage", "/commit", "/resume"]  # the first one when it connected
 
 
 def test_update_weights_from_disk_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
@@ -158,6 +158,40 @@ def test_update_weights_from_disk_directory_that_never_comes_names_the_setting(t
         meta = WeightUpdateMeta("disk", path=str(tmp_path / "nothing"), version=1)
         with pytest.raises(WeightSyncError, match="rollout.setup_timeout"):
             engine.update_weights_from_disk(meta).result(30)
+
+
+def test_destroy_while_an_update_waits_for_its_directory_ends_it(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with connected(FakeServer(), setup_timeout=60.0) as engine:
+        meta = WeightUpdateMeta("disk", path=str(tmp_path / "nothing"), version=1)
+        future = engine.update_weights_from_disk(meta)
+        wait_until(future.running)
+        engine.destroy()
+        with pytest.raises(WeightSyncError, match="destroyed before .*nothing was there"):
+            future.result(5)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_destroy_while_servers_join_a_group_ends_the_join() -> None:
+    server = FakeServer()
+    server.fail_next(Fault("stall"), path="/join")
+    with connected(server) as engine:
+        meta = WeightUpdateMeta("xccl", nccl_master_address="127.0.0.1", nccl_master_port=1, nccl_group_name="g")
+        future = engine.init_weights_update_group(meta)
+        server.wait_for(lambda fake: len(fake.calls("/join")) == 1)
+        engine.destroy()
+        with pytest.raises(EngineError):
+            future.result(10)
+
+
+def test_external_servers_take_the_ranks_that_the_config_gives_them() -> None:
+    servers = [FakeServer(), FakeServer()]
+    with connected(*servers, backend="vllm:d2t2p2") as engine:
+        meta = WeightUpdateMeta("xccl", nccl_master_address="127.0.0.1", nccl_master_port=1, nccl_group_name="g")
+        engine.init_weights_update_group(meta).result(30)
+        ranks = engine.sampler.group_ranks
+    assert ranks == 8
+    assert [server.calls("/join")[0]["rank"] for server in servers] == [1, 5]
 
 
 def test_two_updates_at_once_run_one_after_the_other(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from areal.api.io_struct import ModelRequest
 from areal.engine.inference.http_client import ServerRefusedError, ServerUnavailableError
@@ -112,17 +113,25 @@ def test_agenerate_one_failure_of_one_server_is_tried_again(fault: Fault) -> Non
     assert len(server.calls()) == 2
 
 
-def test_agenerate_server_down_is_named_soon_and_works_when_it_is_back() -> None:
+def test_agenerate_server_down_waits_until_it_is_back() -> None:
     server = FakeServer()
     with sampling(server) as sampler:
         server.stop()
+        timer = threading.Timer(1.5, server.start)
+        timer.start()
+        assert generate(sampler, ask(max_new_tokens=4)).output_len == 4
+        timer.join()
+
+
+def test_agenerate_server_down_for_good_is_named_at_the_limit() -> None:
+    server = FakeServer()
+    with sampling(server, config=remote_config(setup_timeout=1.0)) as sampler:
+        server.stop()
         started = time.monotonic()
-        with pytest.raises(ServerUnavailableError, match=server.address) as caught:
+        with pytest.raises(EngineStoppedError, match=rf"{server.address}.*rollout.setup_timeout") as caught:
             generate(sampler, ask(max_new_tokens=4))
         assert time.monotonic() - started < 20
         assert is_infrastructure_error(caught.value)
-        server.start()
-        assert generate(sampler, ask(max_new_tokens=4)).output_len == 4
 
 
 def test_agenerate_stalled_server_ends_at_the_limit_and_is_told_to_abort() -> None:
@@ -148,6 +157,23 @@ def test_agenerate_one_of_two_servers_down_the_other_answers() -> None:
         for _ in range(4):
             generate(sampler, ask(max_new_tokens=4))
     assert len(servers[0].calls()) == 2
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_revive_server_whose_health_call_is_refused_stays_out_and_harms_nobody(status: int) -> None:
+    servers = [FakeServer(), FakeServer()]
+    told: list[BaseException] = []
+    with sampling(*servers) as sampler:
+        sampler.on_failure = told.append
+        servers[0].reply_to("/health", lambda _: web.Response(status=status, text="restarting"))
+        servers[0].fail_next(Fault("status", 500), Fault("status", 500))
+        for _ in range(2):
+            generate(sampler, ask(max_new_tokens=2))
+        servers[0].wait_for(lambda fake: len(fake.calls("/health")) >= 3)  # the first one was the start's
+        answered = generate(sampler, ask(max_new_tokens=2)).output_len
+        servers[0].reply_to("/health", lambda _: {})
+        wait_until(lambda: all(server.healthy for server in sampler._pool.servers))
+    assert (answered, told) == (2, [])
 
 
 def test_agenerate_after_a_garbage_reply_the_row_goes_to_another_server() -> None:

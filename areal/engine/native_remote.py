@@ -40,6 +40,7 @@ class NativeProtocol(ServerProtocol):
         keeps_requests=True,
         weight_modes=("shm", "xccl", "disk"),
         seeds=True,
+        stamps=True,
         refusals={"use_beam_search": "a beam has no log-probs of sampling, so no backend offers it; set it to false"},
     )
     endpoints: ClassVar[tuple[str, ...]] = ()

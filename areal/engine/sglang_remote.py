@@ -52,8 +52,10 @@ class SGLangProtocol(ServerProtocol):
         keeps_requests=False,
         weight_modes=("xccl", "disk"),
         seeds=False,
+        stamps=True,
         refusals={"use_beam_search": "a beam has no log-probs of sampling, so no backend offers it; set it to false"},
         applies_at_once=True,
+        torch_groups=True,
     )
     endpoints: ClassVar[tuple[str, ...]] = (
         "/generate",

@@ -196,6 +196,19 @@ def test_check_complete_tolerates_what_this_model_has_no_place_for() -> None:
     extension.check_complete([("anything", torch.zeros(1))], {}, model, model.config)
 
 
+def test_check_complete_buffer_that_the_model_computes_may_be_absent() -> None:
+    model = tiny_model(seed=0)
+    given = weights(model)
+    expected = {name: list(tensor.shape) for name, tensor in given}
+    expected["model.layers.0.self_attn.rotary_emb.inv_freq"] = [4]
+
+    extension.check_complete(given, expected, model, model.config)
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj.weight.*missing"):
+        extension.check_complete(
+            _without("model.layers.1.self_attn.q_proj.weight")(given), expected, model, model.config
+        )
+
+
 def test_check_complete_untied_head_may_not_be_absent() -> None:
     model = tiny_model(seed=0, tie_word_embeddings=False)
     given = weights(model)
@@ -295,6 +308,15 @@ def test_join_that_nobody_answers_ends_at_the_limit(worker: FakeWorker) -> None:
 
     with pytest.raises(WeightSyncError, match="areal_join"):
         PROTOCOL.confirm([answer])
+
+
+def test_join_that_rank_0_gives_up_ends_at_once(worker: FakeWorker) -> None:
+    store = open_store("127.0.0.1", 20.0)
+    extension.c10d.PrefixStore("g", store).set("go", "0")
+    group = WeightGroup("g", "127.0.0.1", store.port, 3, rank=1, timeout_s=20.0)
+
+    with pytest.raises(WeightSyncError, match="rank 0 gave up group g"):
+        PROTOCOL.confirm([rpc(worker, PROTOCOL.join_group(group))])
 
 
 def test_extension_alone_imports_torch_and_the_standard_library() -> None:

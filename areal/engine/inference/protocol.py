@@ -66,6 +66,9 @@ class Capabilities:
         weight_modes: of ``shm``, ``xccl``, ``disk``.
         seeds: a request's seed fixes its tokens.
         applies_at_once: :meth:`ServerProtocol.stage` puts the weights in service itself, and there is no way back.
+        stamps: every token of a reply bears the version that it was told; one without comes from a server that was
+            started again behind our back.
+        torch_groups: its ranks build weight groups with torch's helper, see :class:`WeightGroup`.
         refusals: generation setting -> why it cannot be honoured and which backend can; asked for any value that
             differs from the default.
     """
@@ -75,6 +78,8 @@ class Capabilities:
     seeds: bool
     refusals: Mapping[str, str] = field(default_factory=dict)
     applies_at_once: bool = False
+    torch_groups: bool = False
+    stamps: bool = False
 
 
 class ServerHooks:

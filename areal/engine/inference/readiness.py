@@ -56,19 +56,23 @@ def wait_until_ready(process: ServerProcess, address: str, protocol: ServerProto
 def check_external(address: str, protocol: ServerProtocol, limit_s: float) -> None:
     """Return when the server that somebody else runs at ``address`` serves.
 
+    One that is paused is resumed: whoever paused it was killed before it could do so.
+
     Raises:
         ServerUnavailableError: not within ``limit_s`` seconds.
         UnfitServerError: it lacks an endpoint, or its probe failed.
     """
     try:
-        _run_blocking(lambda: _serving(address, protocol, limit_s, lambda: None))
+        _run_blocking(lambda: _serving(address, protocol, limit_s, lambda: None, resume=True))
     except ServerUnavailableError as exc:
         raise ServerUnavailableError(f"server {address} {exc}") from exc
     except UnfitServerError as exc:
         raise UnfitServerError(f"server {address} {exc}") from exc
 
 
-async def _serving(address: str, protocol: ServerProtocol, limit_s: float, ended: Callable[[], str | None]) -> None:
+async def _serving(
+    address: str, protocol: ServerProtocol, limit_s: float, ended: Callable[[], str | None], *, resume: bool = False
+) -> None:
     deadline = time.monotonic() + limit_s
     http = ServerHttp(address, limit_s, 1, protocol.headers())
     stage = "answers no health check"
@@ -76,6 +80,9 @@ async def _serving(address: str, protocol: ServerProtocol, limit_s: float, ended
         await _watched(_until_healthy(http, protocol), deadline, ended)
         stage = "is healthy, but does not list its endpoints"
         await _watched(_check_endpoints(http, protocol), deadline, ended)
+        if resume:
+            stage = "is healthy, but does not resume"
+            await _watched(_resume(http, protocol), deadline, ended)
         stage = "is healthy, but does not generate"
         await _watched(_probe(http, protocol), deadline, ended)
     except TimeoutError:
@@ -125,6 +132,14 @@ async def _check_endpoints(http: ServerHttp, protocol: ServerProtocol) -> None:
             f"lacks {', '.join(missing)}; is this a {protocol.name} server of a version that was tested "
             f"(`areal install-server {protocol.name} DIR` installs it), started with the flags that open them?"
         )
+
+
+async def _resume(http: ServerHttp, protocol: ServerProtocol) -> None:
+    try:
+        for call in protocol.resume():
+            await http.send(call)
+    except _ANSWERS as exc:
+        raise UnfitServerError(f"is healthy, but does not resume: {exc}") from exc
 
 
 async def _probe(http: ServerHttp, protocol: ServerProtocol) -> None:

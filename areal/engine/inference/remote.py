@@ -82,12 +82,17 @@ class RemoteSampler:
         )
         keep = keeps_requests(config, protocol)
         self._traffic = Traffic(protocol, self._pool, self._waits, keep=keep, vocab_size=limits.vocab_size)
-        self._loop = ServerLoop(self._tell_failure)
+        self._loop = ServerLoop(lambda error: None if self.on_failure is None else self.on_failure(error))
         self._weights = ServerWeights(protocol, self._pool, self._loop, config, ranks_per_server)
         self._health = ServerHealth(protocol, self._pool, watch, config.setup_timeout, lambda: self._traffic.frozen)
         self._starting, self._pausing = threading.Lock(), threading.Lock()
         self._pauses = 0
         self._started = False
+
+    @property
+    def addresses(self) -> list[str]:
+        """``host:port`` of each server."""
+        return [server.address for server in self._pool.servers]
 
     def start(self) -> None:
         """Connect; returns when every server is healthy. Does nothing if it runs.
@@ -129,9 +134,10 @@ class RemoteSampler:
         for server in self._pool.servers:
             await server.http.close()
 
-    def _tell_failure(self, error: BaseException) -> None:
-        if self.on_failure is not None:
-            self.on_failure(error)
+    @property
+    def failure(self) -> BaseException | None:
+        """What the sampler failed of."""
+        return self._loop.failure
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,14 @@ resume. Given to workflows as ``engine``; subclassed per kind of server in ``are
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import RemoteWeightUpdate
 from areal.api.io_struct import LocalInfServerInfo
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, XcclSource
@@ -32,11 +34,15 @@ if TYPE_CHECKING:
     from areal.api.cli_args import InferenceEngineConfig
     from areal.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
     from areal.engine.core.weight_sources import WeightSource
+    from areal.engine.core.weight_sync import ParamRecord
     from areal.engine.inference.launch import LaunchOrder, RunningServer
     from areal.engine.inference.protocol import ServerProtocol
     from areal.engine.inference.request_parts import SequenceLimits
 
 logger = logging.getLogger("RemoteInfEngine")
+
+Received = list[list["ParamRecord"]] | None
+"""What each rank of the servers got; None where they cannot tell."""
 
 _POLL_S = 0.1
 _FIRST_GROUP = "update_weight_group"
@@ -79,6 +85,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
         self._servers: list[RunningServer] = []
         self._launched: LaunchOrder | None = None
         self._group: WeightGroup | None = None
+        self._ending = threading.Event()
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="weight-update")
         self.executor = WorkflowExecutor(
             config, self, run_seed=run_seed, tokenizer=tokenizer, is_eval=is_eval, dump_dir=config.dump_dir
@@ -158,7 +165,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
             raise EngineError(
                 "no inference server: give initialize() an address, call launch_server(), or set AREAL_LLM_SERVER_ADDRS"
             )
-        order = self._launched
+        order = self._launched if addresses is own else None
         sampler = RemoteSampler(
             self.protocol,
             addresses,
@@ -166,7 +173,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
             self._limits or self._read_limits(),
             tokenizer=self._tokenizer,
             watch=self._ended if addresses is own else None,
-            ranks_per_server=order.tensor * order.pipeline if order is not None else 1,
+            ranks_per_server=order.tensor * order.pipeline if order is not None else ranks_of(self.config.backend),
         )
         sampler.on_failure = self.executor.lost_groups.fail  # nobody starts these servers again
         sampler.start()
@@ -198,6 +205,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
     def destroy(self) -> None:
         """Stop the rollout thread, disconnect, stop own servers; safe to call twice."""
+        self._ending.set()
         self.executor.destroy()
         if self._sampler is not None:
             self._sampler.stop()
@@ -233,14 +241,16 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[None]:
+    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[Received]:
         """Load the Hugging Face directory ``meta.path``; it may still have to appear (it must do so complete).
 
-        The future fails with WeightSyncError when the old version serves on.
+        The future has the records of each rank, and fails with WeightSyncError when the old version serves on.
         """
         if meta.path is None:
             raise ConfigError("update_weights_from_disk: meta.path is None; it names a Hugging Face directory")
-        return self._updates.submit(self._update, meta, lambda version: self._disk_source(meta, version))
+        return self._updates.submit(
+            self._update, meta, lambda version: disk_source(meta, version, self.config.setup_timeout, self._ending)
+        )
 
     def init_weights_update_group(self, meta: WeightUpdateMeta, rank_ids: Sequence[int] | None = None) -> Future[None]:
         """Join the collective group of ``meta``, as the ranks from ``rank_ids[0]`` on (default 1)."""
@@ -257,6 +267,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
             world_size=first + sampler.group_ranks,
             rank=first,
             backend="nccl" if torch.cuda.is_available() else "gloo",
+            torch_helper=self.protocol.capabilities.torch_groups,
             timeout_s=self.config.request_timeout,
         )
 
@@ -266,8 +277,10 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
         return self._updates.submit(join)
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[None]:
-        """Receive a version that rank 0 of the group broadcasts.
+    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[Received]:
+        """Receive a version that rank 0 of the group broadcasts; the future as that of ``update_weights_from_disk``.
+
+        A group in which that failed was left: join another one.
 
         Args:
             meta: ``weight_chunked_mem_mb`` cuts the tensors into buckets, here and at the sender.
@@ -284,7 +297,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
         return self._updates.submit(self._update, meta, source)
 
-    def _update(self, meta: WeightUpdateMeta, source: Callable[[int], WeightSource]) -> None:
+    def _update(self, meta: WeightUpdateMeta, source: Callable[[int], WeightSource]) -> Received:
         """Bring a version into service; on the updates' thread, hence one at a time."""
         sampler = self.sampler
         version = sampler.get_version() + 1 if meta.version is None else meta.version
@@ -292,8 +305,9 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
         sampler.pause()
         try:
             try:
-                sampler.stage_source(found, version)
+                received = sampler.stage_source(found, version)
             except WeightSyncError:
+                self._leave(found)
                 sampler.discard_weights()
                 raise
             sampler.commit_weights(version)
@@ -301,18 +315,47 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
             sampler.resume()
         if isinstance(found, DiskSource) and meta.clear_checkpoint_after_load:
             shutil.rmtree(found.path, ignore_errors=True)
+        return received
 
-    def _disk_source(self, meta: WeightUpdateMeta, version: int) -> DiskSource:
-        path = Path(str(meta.path))
-        deadline = time.monotonic() + self.config.setup_timeout
-        while not path.is_dir():
-            if time.monotonic() > deadline:
-                raise WeightSyncError(
-                    f"weights v{version}: {path} is not there after {self.config.setup_timeout:g} s "
-                    "(rollout.setup_timeout); the old version serves on"
-                )
-            time.sleep(_POLL_S)
-        return DiskSource(version, str(path))
+    def _leave(self, source: WeightSource) -> None:
+        """Leave the group of a broadcast that failed: it is of no use any more, and its sender may still wait in it."""
+        if isinstance(source, XcclSource) and self._group is not None:
+            group, self._group = self._group, None
+            try:
+                self.sampler.leave_group(group)
+            except EngineError as exc:
+                logger.debug(f"weight group {group.name} was gone already: {exc}")
+
+
+def ranks_of(backend: str) -> int:
+    """Ranks that one server of an allocation (``vllm:d2t4``) takes in a weight group.
+
+    Raises:
+        ConfigError: it is no allocation of one component.
+    """
+    parallel = ModelAllocation.from_str(backend, name="rollout").parallel
+    return parallel.tp_size * parallel.pp_size
+
+
+def disk_source(meta: WeightUpdateMeta, version: int, limit_s: float, ending: threading.Event) -> DiskSource:
+    """The directory of ``meta``, once it is there.
+
+    Args:
+        ending: ends the wait when it is set.
+    Raises:
+        WeightSyncError: it is not within the limit (``rollout.setup_timeout``), or ``ending`` was set.
+    """
+    path = Path(str(meta.path))
+    deadline = time.monotonic() + limit_s
+    while not path.is_dir():
+        if time.monotonic() > deadline:
+            raise WeightSyncError(
+                f"weights v{version}: {path} is not there after {limit_s:g} s (rollout.setup_timeout); the old version "
+                "serves on"
+            )
+        if ending.wait(_POLL_S):
+            raise WeightSyncError(f"weights v{version}: the engine was destroyed before {path} was there")
+    return DiskSource(version, str(path))
 
 
 def read_limits(backend: str, section: Any, model_path: str, tokenizer: Any) -> SequenceLimits:

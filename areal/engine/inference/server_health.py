@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from areal.engine.inference.http_client import ServerUnavailableError
+from areal.engine.inference.http_client import ServerRefusedError, ServerUnavailableError
 from areal.engine.inference.protocol import ReplyError
 from areal.engine.inference.traffic import together
 from areal.utils.errors import EngineError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5  # between looks at servers
 _PROBE_S = 10.0  # limit of a health call that brings none
-_LEAST_FAILURES = 8  # requests that must have failed in a row before the servers count as lost
+_LEAST_FAILURES = 8  # requests that must have failed in a row before servers that seem healthy count as lost
 
 
 class ServerHealth:
@@ -65,7 +65,7 @@ class ServerHealth:
                 loop.fail(EngineError(f"the inference server at {self._pool.addresses} ended: {ended}"))
                 return
             since, failures = self._pool.failing_since, self._pool.failures
-            if since is None or failures < _LEAST_FAILURES:
+            if since is None or (failures < _LEAST_FAILURES and (self._pool.healthy or self._paused())):
                 continue
             lasted_s = time.monotonic() - since
             if lasted_s > self._setup_s:
@@ -82,8 +82,14 @@ class ServerHealth:
         while True:
             await asyncio.sleep(_LOOK_S)
             for server in self._pool.servers:
-                if not server.healthy and not self._paused() and await self._problem(server) is None:
+                if not server.healthy and not self._paused() and await self._answers(server):
                     self._pool.recovered(server)
+
+    async def _answers(self, server: Server) -> bool:
+        try:
+            return await self._problem(server) is None
+        except ServerRefusedError:  # what stands before it says that it is not there, or not for us, at the moment
+            return False
 
     async def _until_healthy(self, server: Server, deadline: float) -> None:
         while (problem := await self._problem(server)) is not None:
@@ -98,7 +104,11 @@ class ServerHealth:
             await asyncio.sleep(_LOOK_S)
 
     async def _problem(self, server: Server) -> BaseException | None:
-        """Why the server is not healthy; None if it is."""
+        """Why the server is not healthy; None if it is.
+
+        Raises:
+            ServerRefusedError: the call is wrong, as with a wrong path or token.
+        """
         try:
             await server.http.send(self._protocol.health(), attempts=1, timeout_s=min(_PROBE_S, self._setup_s))
         except (ServerUnavailableError, ReplyError) as exc:

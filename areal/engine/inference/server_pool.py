@@ -60,6 +60,11 @@ class ServerPool:
         """Of all, for messages."""
         return ", ".join(server.address for server in self.servers)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether there is one that gets requests."""
+        return any(server.healthy for server in self.servers)
+
     def pick(self, rid: str) -> Server:
         """The server for ``rid``: the one that it had, else the healthy one with least in flight."""
         home = self._homes.get(rid)

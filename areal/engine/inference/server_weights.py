@@ -122,10 +122,17 @@ class ServerWeights:
                 raise WeightSyncError(f"{what}: {server.address}: {exc}") from exc
 
     def _send(self, what: str, per_server: Sequence[Sequence[ServerCall]]) -> list[list[Any]]:
-        """The replies of each server to its calls."""
+        """The replies of each server to its calls, up to the first that says it failed: what follows needs it."""
 
         async def on(server: Server, calls: Sequence[ServerCall]) -> list[Any]:
-            return [await server.http.send(call) for call in calls]
+            replies: list[Any] = []
+            for call in calls:
+                replies.append(await server.http.send(call))
+                try:
+                    self._protocol.confirm(replies[-1:])
+                except (ReplyError, WeightSyncError):  # raised by whoever reads the replies
+                    break
+            return replies
 
         async def work() -> list[list[Any]]:
             pairs = zip(self._pool.servers, per_server, strict=True)

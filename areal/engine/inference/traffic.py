@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger("RemoteSampler")
 
 _BETWEEN_S = 10.0  # pause before a call is tried again, at most
+_LOOK_S = 0.1  # between looks for a healthy server
 _ABORT_S = 5.0  # limit of the call that ends a request which nobody waits for
 _MOST_FRUITLESS = 12  # aborts in a row without progress that end a request
 
@@ -269,18 +271,28 @@ class Traffic:
                 f"{where} with weights v{min(part.versions)}, but v{sent.version} was in service when it was sent: the "
                 "server has lost the weights that it was given"
             )
+        if part.versions is None and part.tokens and self.protocol.capabilities.stamps:
+            raise StaleServerError(
+                f"{where} without a version, but it was told v{sent.version}: it was started again and has lost the "
+                "weights that it was given"
+            )
         if part.versions is None and part.tokens and sent.exchanges != self._exchanges:
             raise ReplyError(f"{where} across a weight update without saying which version drew which token")
         return part
 
     async def _failed(self, request: PartedRequest, sent: _Sent, error: ServerUnavailableError) -> None:
-        """Note a failed sending; returns when the next one is due."""
+        """Note a failed sending; returns when the next one is due: while no server is healthy, none is."""
         self.pool.failed(sent.server, error)
         request.failures += 1
         if request.failures >= max(self.waits.attempts, len(self.pool.servers)):
             raise error
-        if not any(server.healthy for server in self.pool.servers):
+        if not self.pool.healthy:
             await asyncio.sleep(pause_before_retry(request.failures - 1))
+        deadline = time.monotonic() + self.waits.request_s
+        while not self.pool.healthy:  # until ``server_health`` finds one, or gives the servers up
+            if time.monotonic() > deadline:
+                raise error
+            await asyncio.sleep(_LOOK_S)
 
     async def _fruitless(self, request: PartedRequest, sent: _Sent) -> None:
         """After an abort that added nothing."""
@@ -294,24 +306,32 @@ class Traffic:
             await asyncio.sleep(pause_before_retry(request.fruitless - 1))
 
     async def _collect(self) -> None:
-        """Have every part that is on its way come back: by itself, by name, or not at all."""
+        """Have every part that is on its way come back: by itself, by name, or not at all.
+
+        Long answers take their time to travel, so patience ends only when nothing came back for a while.
+        """
         await self._replies(list(self._sent), self.waits.straggler_s)
         late = list(self._sent)
         for sent in late:  # reached the server after it froze: it waits there for the end of the pause
             self._abort(sent)
-        await self._replies(late, self.waits.give_up_s)
-        for sent in late:
-            if not sent.read.done():
-                logger.warning(f"{sent.server.address}: request {sent.rid} does not come back; it will be sent again")
-                sent.given_up = True
-                sent.reply.cancel()
+        deadline = time.monotonic() + self.waits.control_s
+        while waiting := [sent for sent in late if not sent.read.done()]:
+            limit_s = min(self.waits.give_up_s, deadline - time.monotonic())
+            await self._replies(waiting, limit_s, any_of_them=True)
+            if not any(sent.read.done() for sent in waiting):
+                break
+        for sent in waiting:
+            logger.warning(f"{sent.server.address}: request {sent.rid} does not come back; it will be sent again")
+            sent.given_up = True
+            sent.reply.cancel()
         await self._replies(late, self.waits.give_up_s)
 
-    async def _replies(self, parts: Sequence[_Sent], limit_s: float) -> None:
-        """Wait until replies are read."""
+    async def _replies(self, parts: Sequence[_Sent], limit_s: float, *, any_of_them: bool = False) -> None:
+        """Wait until replies are read, all or the next one."""
         waiting = [sent.read for sent in parts if not sent.read.done()]
         if waiting:
-            await asyncio.wait(waiting, timeout=limit_s)
+            until = asyncio.FIRST_COMPLETED if any_of_them else asyncio.ALL_COMPLETED
+            await asyncio.wait(waiting, timeout=max(0.0, limit_s), return_when=until)
 
     def _abort(self, sent: _Sent) -> None:
         """End a request on its server, beside everything else."""

@@ -55,6 +55,8 @@ _SAFETENSORS_DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 _EXIT_DELAY_S = 1.0
+_COMPUTED = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
+"""Buffers that old checkpoints hold; models compute them, so no trainer sends them and no reload needs them."""
 
 
 def _answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -193,7 +195,8 @@ def check_complete(tensors: list[NamedTensor], expected: dict[str, list[int]], m
     """Compare with the checkpoint that this server was started from: vLLM's reload cannot refuse a wrong tensor.
 
     A checkpoint's tensor may be absent only where this model has no such module (speculative heads, another pipeline
-    stage, a tied head). Without a checkpoint to compare with (``expected`` empty) everything passes.
+    stage, a tied head), or where it is a buffer that the model computes. Without a checkpoint to compare with
+    (``expected`` empty) everything passes.
     """
     if not expected:
         return
@@ -209,9 +212,11 @@ def check_complete(tensors: list[NamedTensor], expected: dict[str, list[int]], m
             raise ValueError(f"parameter {name} is not in the model's checkpoint; known are {sorted(expected)[:4]} ...")
         if shape != expected[name]:
             raise ValueError(f"parameter {name} has shape {shape}; the model's is {expected[name]}")
-    present = {_module_of(name) for name, _ in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters()]
+    present, leaves = {_module_of(name) for name in names}, {name.rpartition(".")[2] for name in names}
+    computed = set(_COMPUTED) - leaves
     for name in expected:
-        if name not in given and _module_of(name) in present:
+        if name not in given and _module_of(name) in present and name.rpartition(".")[2] not in computed:
             raise ValueError(f"parameter {name} of shape {expected[name]} is missing")
 
 
@@ -310,7 +315,9 @@ def build_group(group: dict[str, Any], rank: int) -> Any:
     server = c10d.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     store = c10d.PrefixStore(group["name"], server)
     store.set(f"here/{rank}", "1")
-    store.wait(["go"], timeout)  # rank 0 gives the word when all are here
+    store.wait(["go"], timeout)  # rank 0 gives the word when all are here, or when it gives the group up
+    if store.get("go") != b"1":
+        raise RuntimeError(f"rank 0 gave up group {group['name']} before every rank was there")
     if group["backend"] == "nccl":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
