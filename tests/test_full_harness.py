@@ -35,7 +35,7 @@ def test_table_names_are_unique_and_start_with_their_kind() -> None:
     assert all(cell.name.startswith(f"{cell.kind}/") and cell.limit_s > 0 for cell in TABLE)
 
 
-def test_table_has_the_suite_every_preset_and_scheduler_and_twenty_seeds_of_each_kind() -> None:
+def test_table_has_the_suite_every_preset_scheduler_and_backend_and_twenty_seeds_of_each_kind() -> None:
     kinds = [cell.kind for cell in TABLE]
     assert SEEDS == 20
     assert {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)} == {
@@ -43,6 +43,7 @@ def test_table_has_the_suite_every_preset_and_scheduler_and_twenty_seeds_of_each
         "checkpoint": 2,
         "accuracy": 1 + len(PRESETS),
         "scheduler": 3,
+        "backend": 5,
         "chaos": 20,
         "chaos-workers": 20,
         "kill": 20,

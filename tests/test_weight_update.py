@@ -24,9 +24,12 @@ class Recorder:
     def __init__(self, log: list[str], name: str, fails_at: str = "") -> None:
         self.log, self.name, self.fails_at = log, name, fails_at
         self.version = 0
+        self.interrupted_at = ""
 
     def _note(self, what: str) -> None:
         self.log.append(f"{self.name}.{what}")
+        if what == self.interrupted_at:
+            raise KeyboardInterrupt
         if what == self.fails_at:
             raise OSError(f"{self.name} broke")
 
@@ -170,3 +173,27 @@ def test_sampler_owns_its_copy_of_the_weights(served: Any) -> None:
         for parameter in trainer_model.parameters():
             parameter.add_(1.0)
     assert greedy(engine) == before
+
+
+@pytest.mark.parametrize("step", ["stage", "commit"])
+def test_update_that_is_interrupted_is_discarded_and_stays_an_interrupt(step: str) -> None:
+    log: list[str] = []
+    update = updater(log)
+    update.publisher.interrupted_at = step  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        update.update(1)
+    assert "publisher.discard" in log
+    assert log.count("s1.pause") == log.count("s1.resume")
+
+
+def test_update_whose_discard_fails_still_says_why_it_was_given_up() -> None:
+    log: list[str] = []
+    update = updater(log, fails_at="stage")
+
+    def broken() -> None:
+        raise ValueError("cannot discard")
+
+    update.publisher.discard = broken  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError) as caught:
+        update.update(1)
+    assert "publisher broke" in str(caught.value.__cause__)

@@ -7,6 +7,7 @@ from tests.full.presets import PRESETS
 
 SEEDS = 20
 SCHEDULERS = ("local", "ray", "slurm")
+BACKENDS = ("native-disk", "native-xccl", "vllm", "vllm-xccl", "sglang")  # kind, or kind and weight_update_mode
 # Test files that are cells of their own, so that one of them can be run and timed alone.
 CHECKPOINT_TESTS = {
     "reshard": "tests/torchrun/test_fsdp_reshard.py",
@@ -36,6 +37,10 @@ def build_table(seeds: int = SEEDS) -> list[Cell]:
         *(
             Cell(f"scheduler/{name}", "scheduler", "tests.full.schedulers.run", {"scheduler": name}, limit_s=1800)
             for name in SCHEDULERS
+        ),
+        *(
+            Cell(f"backend/{name}", "backend", "tests.full.backends.run", {"backend": name}, limit_s=3600)
+            for name in BACKENDS
         ),
         *(Cell(f"chaos/{k:02d}", "chaos", "tests.full.chaos.run", {"seed": k}, limit_s=300) for k in range(seeds)),
         *(
