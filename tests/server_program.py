@@ -34,6 +34,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers as vLLM does where it is asked during a start."""
 
     mode = "serve"
+    version = "default"  # what it was told last, stamped on every token
 
     def do_GET(self) -> None:
         """Health and the list of endpoints."""
@@ -46,6 +47,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """As many tokens as were asked for; anything else succeeds."""
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if self.path == "/update_weight_version":
+            Handler.version = body["new_version"]
         if self.path != "/inference/v1/generate":
             self._answer(200, {})
             return
@@ -56,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.mode == "bad_probe":
             content.pop()
         choice = {"token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}}
+        choice["weight_versions"] = [{"version": Handler.version, "start": 0, "end": len(tokens)}]
         self._answer(200, {"choices": [choice]})
 
     def _answer(self, status: int, value: Any) -> None:

@@ -218,7 +218,8 @@ def test_sender_that_leaves_while_others_are_missing_ends_everybodys_waiting(tor
         """As every kind of receiver does."""
         try:
             if torch_helper:
-                store: Any = torch.distributed.TCPStore(host, port, is_master=False, wait_for_workers=False)
+                c10d: Any = torch.distributed
+                store = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False)
                 store.wait(["g/address of rank 2"], timedelta(seconds=30))
             else:
                 enter_group(replace(group, rank=1))

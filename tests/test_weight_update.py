@@ -92,7 +92,7 @@ def test_update_after_a_failed_one_works() -> None:
     weights = updater(log, "stage")
     with pytest.raises(WeightSyncError):
         weights.update(1)
-    weights.publisher.fails_at = ""
+    weights.publisher.fails_at = ""  # type: ignore[attr-defined]
     log.clear()
     weights.update(1)
     assert log[-1] == "s1.resume"

@@ -53,7 +53,7 @@ def in_ci(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.ci)
 
 
-@pytest.mark.parametrize("mode", [in_ci("shm"), in_ci("xccl"), "disk"])
+@pytest.mark.parametrize("mode", ["shm", in_ci("xccl"), "disk"])
 def test_external_servers_serve_two_runs_and_outlive_them(mode: str, policy: str, tmp_path: Path) -> None:
     overrides = ("rollout.backend='native:d2'", f"actor.weight_update_mode={mode}", *BASE)
     with external_servers(2, policy, tmp_path) as servers:

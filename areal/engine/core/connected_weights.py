@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from areal.engine.core.weight_sender import WeightSender
 from areal.engine.core.weight_sources import WeightGroup
 from areal.engine.core.weight_transfer import compare_ranks
 from areal.utils.errors import ConfigError, UnsupportedFeatureError, WeightSyncError
-from areal.utils.network import split_hostport
+from areal.utils.network import address_towards
 from areal.utils.ranks import is_first_rank, together
 
 if TYPE_CHECKING:
@@ -143,15 +142,6 @@ class ConnectedWeights:
 
     def _agreed(self, meta: WeightUpdateMeta) -> Any:
         return together(f"weights v{meta.version} were not published", WeightSyncError)
-
-
-def address_towards(address: str) -> str:
-    """Address of this host on the network that leads to a server."""
-    host, port = split_hostport(address)
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # UDP: asks the routing table, sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _check(meta: WeightUpdateMeta) -> None:
