@@ -125,13 +125,13 @@ def test_launch_port_taken_meanwhile_tries_another(tmp_path: Path, monkeypatch: 
 
 
 def test_launch_sixteen_servers_at_once_get_distinct_ports(tmp_path: Path) -> None:
-    def start(index: int) -> launch.RunningServer:
-        directory = tmp_path / str(index)
-        directory.mkdir()
-        return launch_server(order_of(directory, "serve", index=index, timeout_s=60.0), VLLMProtocol())
+    orders = []  # every program is written before the first one starts: a child would inherit it open for writing
+    for index in range(16):
+        (tmp_path / str(index)).mkdir()
+        orders.append(order_of(tmp_path / str(index), "serve", index=index, timeout_s=60.0))
 
     with ThreadPoolExecutor(16) as pool:
-        servers = list(pool.map(start, range(16)))
+        servers = list(pool.map(lambda order: launch_server(order, VLLMProtocol()), orders))
     try:
         assert len({server.address for server in servers}) == 16
         assert all(server.process.ended() is None for server in servers)

@@ -225,19 +225,21 @@ class WeightSuite:
     def test_update_in_the_middle_tags_every_token_with_its_version(self, peer: Peer, mode: str, running: str) -> None:
         _can(peer, mode)
         _use(peer, running)
-        version, model = peer.next_model()
         asked = [request(PROMPTS[i % 8], seed=i, max_new_tokens=450) for i in range(16)]
-
-        generations = peer.start_running(*asked)
-        peer.publish(mode, version, model)
-        responses = generations.result(120)
-
-        mixed = [response for response in responses if len(set(response.output_versions)) == 2]
-        assert mixed, f"no generation was under way: {[set(r.output_versions) for r in responses]}"
-        for response in responses:
-            assert response.output_versions == sorted(response.output_versions)
-            assert response.output_len == 450
-            assert error_of(peer.models, response) < TOLERANCE
+        mixed: list[Any] = []
+        for _ in range(5):  # a busy machine may hold up the publisher until every generation is done
+            version, model = peer.next_model()
+            generations = peer.start_running(*asked)
+            peer.publish(mode, version, model)
+            responses = generations.result(120)
+            for response in responses:
+                assert response.output_versions == sorted(response.output_versions)
+                assert response.output_len == 450
+                assert error_of(peer.models, response) < TOLERANCE
+            mixed = [response for response in responses if len(set(response.output_versions)) == 2]
+            if mixed:
+                break
+        assert mixed, "no generation was under way in five updates"
 
     def test_prefix_cache_does_not_survive_an_update(self, peer: Peer) -> None:
         prompt = (PROMPTS[7] * 8)[:300]
