@@ -36,7 +36,10 @@ check: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/check.sh
 
 bench: $(STAMP)
-	@for script in benchmark/bench_*.py; do echo "# $$script" >&2; $(BIN)/python $$script || exit 1; done
+	@found="AREAL_VLLM_PYTHON=$$AREAL_VLLM_PYTHON"; \
+	test -n "$$AREAL_VLLM_PYTHON" || found=$$(bash tests/components/install_servers.sh) || exit 1; \
+	export "$$found"; \
+	for script in benchmark/bench_*.py; do echo "# $$script" >&2; $(BIN)/python $$script || exit 1; done
 
 full: $(STAMP)
 	@$(BIN)/python -m tests.full --out outputs/full/summary.json $(ARGS)
