@@ -18,7 +18,8 @@ from areal.api.cli_args import (
     UnsupportedFeatureError,
 )
 from areal.api.config.convert import build, to_plain
-from areal.api.config.support import check_supported, unsupported
+from areal.api.config.support import WEIGHT_MODES, check_supported, unsupported
+from areal.engine.inference.backends import PROTOCOLS, protocol_class
 
 
 def _grpo(**changes: Any) -> GRPOConfig:
@@ -165,3 +166,9 @@ def test_unsupported_server_settings_name_the_remedy(backend: str, changes: dict
     changes.setdefault("rollout", {})["backend"] = backend
     (problem,) = unsupported(_changed(scheduler={"type": "local"}, **changes))
     assert expected in problem
+
+
+def test_weight_modes_of_the_config_check_are_those_of_the_protocols() -> None:
+    found = {backend: protocol_class(backend).capabilities.weight_modes for backend in WEIGHT_MODES}
+    assert found == WEIGHT_MODES
+    assert WEIGHT_MODES.keys() == PROTOCOLS.keys()

@@ -29,7 +29,8 @@ def wheel(tmp_path_factory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "areal", source / "areal", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("areal", "requirements"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source], out, 120)
     (path,) = out.glob("areal-*.whl")
     return path
@@ -43,6 +44,7 @@ def test_wheel_content_is_the_package_and_nothing_else(wheel):
 
     assert modules <= set(names)
     assert "areal/py.typed" in names
+    assert {f"areal/{p.relative_to(ROOT)}" for p in (ROOT / "requirements").iterdir()} <= set(names)
     assert {name.split("/")[0] for name in names} == {"areal", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

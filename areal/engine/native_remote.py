@@ -18,7 +18,7 @@ from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.inference.protocol import Capabilities, GenerationPart, ServerCall, ServerProtocol
 from areal.engine.inference.remote_engine import RemoteInfEngine
 from areal.engine.native.wire import read_records, write_manifest
-from areal.engine.sglang_remote import generation_call, read_generation
+from areal.engine.sglang_remote import generation_call, group_body, read_generation
 from areal.utils.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -74,12 +74,7 @@ class NativeProtocol(ServerProtocol):
 
     def join_group(self, group: WeightGroup) -> list[ServerCall]:
         body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": group.rank,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
+            **group_body(group),
             "torch_helper": group.torch_helper,
             "stage": group.stage,
             "timeout_s": group.timeout_s,

@@ -100,15 +100,7 @@ class SGLangProtocol(ServerProtocol):
 
     def join_group(self, group: WeightGroup) -> list[ServerCall]:
         """Every tensor-parallel rank joins, as the rank of the group plus its own."""
-        body = {
-            "master_address": group.host,
-            "master_port": group.port,
-            "rank_offset": group.rank,
-            "world_size": group.world_size,
-            "group_name": group.name,
-            "backend": group.backend,
-        }
-        return [_once("/init_weights_update_group", body, group.timeout_s)]
+        return [_once("/init_weights_update_group", group_body(group), group.timeout_s)]
 
     def leave_group(self, group: WeightGroup) -> list[ServerCall]:
         return [_once("/destroy_weights_update_group", {"group_name": group.name}, group.timeout_s)]
@@ -210,6 +202,18 @@ def _absent(shapes: Mapping[str, Any], path: Path) -> list[str]:
         f"model.layers.{i}.{suffix}" for i in range(config["num_hidden_layers"]) for suffix in sorted(suffixes)
     ]
     return [name for name in expected if name not in shapes]
+
+
+def group_body(group: WeightGroup) -> dict[str, Any]:
+    """What SGLang and the native server are told of a group that they join."""
+    return {
+        "master_address": group.host,
+        "master_port": group.port,
+        "rank_offset": group.rank,
+        "world_size": group.world_size,
+        "group_name": group.name,
+        "backend": group.backend,
+    }
 
 
 def generation_call(req: ModelRequest, gconfig: GenerationHyperparameters, seed: int | None) -> ServerCall:

@@ -48,10 +48,17 @@ def suite_model(seed: int, tied: bool) -> Any:
     return tiny_model("qwen2", seed, tie_word_embeddings=tied, **MODEL)
 
 
+def suite_tokenizer() -> Any:
+    """The character tokenizer with a text for every token of the vocabulary, so that any pair makes a stop string."""
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens([f"<{token}>" for token in range(len(tokenizer), VOCAB)])
+    return tokenizer
+
+
 def save_suite_model(path: Path, seed: int, tied: bool) -> str:
     """Save it with the character tokenizer; returns the directory."""
     suite_model(seed, tied).save_pretrained(path)
-    char_tokenizer().save_pretrained(path)
+    suite_tokenizer().save_pretrained(path)
     return str(path)
 
 
@@ -123,7 +130,7 @@ class Peer:
         )
         longest = LONGEST - getattr(self.protocol, "CONTEXT_MARGIN", 0)
         limits = Limits(self.models[version].config.vocab_size, longest, frozenset({1}))
-        sampler = RemoteSampler(self.protocol, [self.address], config, limits, tokenizer=char_tokenizer())
+        sampler = RemoteSampler(self.protocol, [self.address], config, limits, tokenizer=suite_tokenizer())
         sampler.on_failure = self.failures.append
         sampler.set_version(version)
         sampler.start()

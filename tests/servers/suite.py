@@ -26,7 +26,7 @@ from areal.engine.core.weight_sources import DiskSource
 from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.native.requests import InvalidRequestError
 from areal.utils.errors import ArealError, EngineError, WeightSyncError
-from tests.fakes import VOCAB, char_tokenizer
+from tests.fakes import VOCAB
 from tests.servers.peer import (
     LONGEST,
     PROMPTS,
@@ -36,6 +36,7 @@ from tests.servers.peer import (
     named_weights,
     request,
     rows_of,
+    suite_tokenizer,
 )
 
 TOLERANCE = 1e-3  # nats
@@ -102,7 +103,7 @@ class GenerationSuite:
             assert ignoring.output_tokens == free.output_tokens
 
     def test_stop_string_ends_a_request(self, peer: Peer) -> None:
-        tokenizer = char_tokenizer()
+        tokenizer = suite_tokenizer()
         (free,) = peer.generate(request(PROMPTS[1], greedy=True, max_new_tokens=24))
         stop = tokenizer.decode(free.output_tokens[9:11], skip_special_tokens=False)
 

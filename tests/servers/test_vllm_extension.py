@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import areal.engine.vllm_ext
 from areal.api.io_struct import ParamSpec
+from areal.engine.core import weight_groups
 from areal.engine.core.shared_weights import WeightWriter
 from areal.engine.core.weight_groups import Membership, enter_group, make_buckets, open_store, send_buckets
 from areal.engine.core.weight_sources import WeightGroup, XcclSource
@@ -292,6 +294,24 @@ def test_stage_xccl_trainer_that_stops_half_way_wakes_the_worker(worker: FakeWor
     assert not worker.areal_leave(name="g")["left"]
     assert "error" in worker.areal_commit(version=1)
     assert same(worker.model, tiny_model(seed=0))
+
+
+def test_stage_xccl_group_that_another_rank_gives_up_ends_before_the_limit(worker: FakeWorker) -> None:
+    group = Group([worker])
+    specs = [ParamSpec(name, tuple(t.shape), "float32") for name, t in mixed_tensors() if t.dtype == torch.float32]
+    answer = group.threads.submit(rpc, worker, PROTOCOL.stage(XcclSource(1, group.group, [specs]), 1))
+    began = time.monotonic()
+
+    group.member._store.set(weight_groups._LOST, "1")  # what a rank does whose connections gloo keeps open
+
+    with pytest.raises(WeightSyncError, match="given up by a rank"):
+        PROTOCOL.records([answer.result(30)])
+    assert time.monotonic() - began < 10
+
+
+def test_wire_of_groups_is_the_one_of_the_trainer() -> None:
+    ours = (weight_groups.ALONE_FROM, weight_groups.ALIGNMENT, weight_groups._LOST)
+    assert ours == (extension.SMALL_BYTES, extension.ALIGN_BYTES, extension.LOST)
 
 
 def test_stage_xccl_group_that_was_not_joined_is_an_error(worker: FakeWorker) -> None:

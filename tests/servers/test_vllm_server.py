@@ -13,11 +13,21 @@ from areal.engine.inference.remote import RemoteSampler
 from areal.engine.native.requests import InvalidRequestError, Limits
 from areal.engine.vllm_remote import VLLMProtocol
 from areal.utils.errors import WeightSyncError
-from tests.fakes import VOCAB, char_tokenizer
+from tests.fakes import VOCAB
 from tests.native_helpers import generate as native_generate
 from tests.native_helpers import running
 from tests.servers.conftest import ServerFactory
-from tests.servers.peer import LONGEST, PROMPTS, TIMEOUT_S, Peer, error_of, named_weights, request, save_suite_model
+from tests.servers.peer import (
+    LONGEST,
+    PROMPTS,
+    TIMEOUT_S,
+    Peer,
+    error_of,
+    named_weights,
+    request,
+    save_suite_model,
+    suite_tokenizer,
+)
 from tests.servers.suite import TOLERANCE, ServerSuite
 
 pytestmark = pytest.mark.slow
@@ -65,7 +75,7 @@ class TestVLLMServer(ServerSuite):
             yield found
 
     def test_stop_rules_are_those_of_the_native_engine(self, peer: Peer) -> None:
-        tokenizer = char_tokenizer()
+        tokenizer = suite_tokenizer()
         (free,) = peer.generate(request(PROMPTS[1], greedy=True, max_new_tokens=24))
         asked = [dict(settings) for settings in STOP_RULES]
         for settings in asked:
@@ -146,7 +156,7 @@ class TensorPeer(Peer):
         plain.stop()
         limits = Limits(VOCAB, LONGEST, frozenset({1}))
         sampler = RemoteSampler(
-            self.protocol, [self.address], plain.config, limits, tokenizer=char_tokenizer(), ranks_per_server=2
+            self.protocol, [self.address], plain.config, limits, tokenizer=suite_tokenizer(), ranks_per_server=2
         )
         sampler.on_failure = self.failures.append
         sampler.set_version(version)

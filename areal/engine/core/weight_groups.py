@@ -6,8 +6,9 @@
 The wire. A bucket is an ordered list of tensors. Its tensors of 1 MiB and more travel first, in order, each as one
 broadcast of its bytes; then its smaller ones as a single broadcast, in order, each from the next multiple of 64 bytes
 on. In a group that a server builds with torch's helper (``torch_helper``) every tensor is a broadcast of its own, in
-its own dtype and shape. A group does not survive an error: whoever meets one leaves, which closes its connections and
-so ends the waiting of the others.
+its own dtype and shape. A group does not survive an error: whoever meets one says so in the store and leaves. The
+others look there while they wait: connections alone do not tell, since gloo closes them only when nothing is under way,
+and two ranks may each wait for the other's part of another broadcast.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.core.weight_threads import torch_threads
 from areal.utils.errors import WeightSyncError
+from areal.utils.network import address_towards, format_hostport
 
 if TYPE_CHECKING:
     from areal.api.io_struct import ParamSpec
@@ -41,6 +43,8 @@ ALONE_FROM = 1 << 20  # bytes from which a tensor travels alone
 ALIGNMENT = 64  # bytes, of a small tensor in its flat one
 _AHEAD = 32 << 20  # bytes that a receiver is ready for beyond the tensor it waits for
 _POLL_S = 0.005
+_LOOK_S = 0.5  # between looks whether somebody has given the group up
+_LOST = "lost"
 
 
 class WeightGroupLostError(WeightSyncError):
@@ -98,6 +102,40 @@ class Membership:
             raise WeightGroupLostError(f"weight group {self.group.name} was left")
         return process_group.broadcast([tensor], self._options)
 
+    def finish(self, work: Any) -> None:
+        """Wait for a broadcast that was started.
+
+        Raises:
+            WeightGroupLostError: this rank or another one has given the group up.
+        """
+        if self.group.backend == "nccl":
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if self._given_up():
+                raise WeightGroupLostError(f"weight group {self.group.name} was given up by a rank")
+
+    def give_up(self) -> None:
+        """Leave after an error, and let the others know."""
+        store = self._store
+        if store is not None:
+            with suppress(RuntimeError):  # it may have ended with rank 0
+                store.set(_LOST, "1")
+        self.abort()
+
+    def _given_up(self) -> bool:
+        store = self._store
+        try:
+            return store is None or bool(store.check([_LOST]))
+        except RuntimeError:  # rank 0, which keeps the store, is gone
+            return True
+
     def abort(self) -> None:
         """Leave: connections close, so that nobody waits for this rank. Safe to call twice and from any thread.
 
@@ -138,7 +176,7 @@ def enter_group(group: WeightGroup, store: Any = None, aborted: Callable[[], boo
             store = _dist.TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
         scoped = _dist.PrefixStore(group.name, store)
         if group.torch_helper:
-            return Membership(group, _with_torch_helper(group, scoped, timeout), store)
+            return Membership(group, _with_torch_helper(group, scoped, timeout), scoped)
         scoped.set(f"here/{group.rank}", "1")
         if group.rank == 0:
             try:
@@ -152,7 +190,7 @@ def enter_group(group: WeightGroup, store: Any = None, aborted: Callable[[], boo
             scoped.wait(["go"], timeout)
             if scoped.get("go") != b"1":
                 raise WeightGroupLostError(f"weight group {group.name}: not every rank joined, it was given up")
-        return Membership(group, _direct(group, scoped, timeout), store)
+        return Membership(group, _direct(group, scoped, timeout), scoped)
     except (RuntimeError, OSError) as exc:  # torch's store and gloo errors derive from RuntimeError
         if isinstance(exc, WeightSyncError):
             raise
@@ -187,16 +225,9 @@ def _direct(group: WeightGroup, store: Any, timeout: timedelta) -> Any:
         return _dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
     options = _dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=_own_address(group))]
+    own = address_towards(format_hostport(group.host, group.port))
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=own)]
     return _dist.ProcessGroupGloo(store, group.rank, group.world_size, options)
-
-
-def _own_address(group: WeightGroup) -> str:
-    """Address of this host on the network that leads to rank 0."""
-    family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((group.host, group.port))  # UDP: asks the routing table, sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _with_torch_helper(group: WeightGroup, store: Any, timeout: timedelta) -> Any:
@@ -222,7 +253,7 @@ def send_buckets(
     """
     supply = iter(pairs)
     records: list[Future[ParamRecord]] = []
-    flight = _Flight(max((sum(spec.size for spec in bucket) for bucket in buckets), default=0))
+    flight = _Flight(member, max((sum(spec.size for spec in bucket) for bucket in buckets), default=0))
     helper = member.group.torch_helper
     with torch_threads(1) as pool:  # checksums, while the bytes travel
         try:
@@ -285,7 +316,8 @@ def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 class _Flight:
     """Broadcasts under way and the tensors they need; at most ``limit`` bytes besides the newest."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, member: Membership, limit: int) -> None:
+        self._member = member
         self._limit, self._bytes = limit, 0
         self._works: deque[tuple[Any, Tensor, int]] = deque()
 
@@ -305,7 +337,7 @@ class _Flight:
 
     def _land_one(self) -> None:
         work, tensor, size = self._works.popleft()
-        work.wait()
+        self._member.finish(work)
         if tensor.device.type == "cuda":
             torch.cuda.current_stream(tensor.device).synchronize()
         self._bytes -= size
@@ -331,7 +363,7 @@ def receive_buckets(member: Membership, buckets: Sequence[Sequence[ParamSpec]]) 
                 ahead += parcel.n_bytes
                 position += 1
             parcel, memory, work = coming.popleft()
-            work.wait()
+            member.finish(work)
             ahead -= parcel.n_bytes
             yield from parcel.tensors(memory)
             member.memory.give(memory)
@@ -398,7 +430,7 @@ def _dtype(spec: ParamSpec) -> torch.dtype:
 def _leave_after(exc: BaseException, member: Membership) -> None:
     """Leave; what the frames of an error still hold would keep connections open."""
     traceback.clear_frames(exc.__traceback__)
-    member.abort()
+    member.give_up()
 
 
 def _raise_named(exc: BaseException, group: WeightGroup) -> NoReturn:

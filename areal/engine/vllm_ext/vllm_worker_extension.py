@@ -13,6 +13,7 @@ Tensors wait in host memory, mapped where they can be (one copy on the host), re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import mmap
@@ -36,6 +37,7 @@ NamedTensor = tuple[str, Tensor]
 Spec = tuple[str, list[int], str]
 """Name, shape and dtype (torch attribute name)."""
 
+LOST, LOOK_S = "lost", 0.5
 SMALL_BYTES = 1 << 20
 """Tensors below this size share one broadcast per bucket."""
 ALIGN_BYTES = 64
@@ -91,7 +93,7 @@ class VLLMWorkerExtension:
         groups = _state(self).groups
         leave_group(groups, group["name"])
         rank = group["rank"] + self.rank
-        groups[group["name"]] = build_group(group, rank), group["backend"]
+        groups[group["name"]] = build_group(group, rank)
         return {"rank": rank}
 
     @_answers
@@ -117,12 +119,13 @@ class VLLMWorkerExtension:
         groups = _state(self).groups
         if group not in groups:
             raise RuntimeError(f"group {group} was not joined; joined: {sorted(groups)}")
-        process_group, backend = groups[group]
-        device = torch.device("cpu") if backend == "gloo" else self.device
+        device = torch.device("cpu") if groups[group].backend == "gloo" else self.device
         try:
-            tensors = list(received_tensors(process_group, buckets, device))
-        except Exception:
-            leave_group(groups, group)  # its end wakes the other ranks
+            tensors = list(received_tensors(groups[group], buckets, device))
+        except Exception as exc:
+            groups[group].tell_others()
+            traceback.clear_frames(exc.__traceback__)  # what they hold would keep connections open
+            leave_group(groups, group)
             raise
         return _stage(self, version, lambda: tensors)
 
@@ -154,7 +157,7 @@ class _State:
     """What an extended worker holds between calls."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, tuple[Any, str]] = {}
+        self.groups: dict[str, Group] = {}
         self.staged: list[NamedTensor] | None = None
         self.version: int | None = None
         self.expected: dict[str, list[int]] | None = None
@@ -308,7 +311,38 @@ def _size_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
     return count * dtype.itemsize
 
 
-def build_group(group: dict[str, Any], rank: int) -> Any:
+class Group:
+    """A place in a weight group; as ``Membership`` of ``core.weight_groups``, whose ranks look at the same key."""
+
+    def __init__(self, process_group: Any, backend: str, store: Any) -> None:
+        self.process_group, self.backend, self._store = process_group, backend, store
+
+    def finish(self, work: Any) -> None:
+        """Wait for a broadcast, or until a rank has given the group up: gloo alone may not tell."""
+        if self.backend == "nccl":
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            try:
+                lost = self._store.check([LOST])
+            except RuntimeError:  # rank 0, which keeps the store, is gone
+                lost = True
+            if lost:
+                raise RuntimeError("the weight group was given up by a rank")
+
+    def tell_others(self) -> None:
+        """Let ranks that wait know that this one gives up."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
+            self._store.set(LOST, "1")
+
+
+def build_group(group: dict[str, Any], rank: int) -> Group:
     """A group beside the worker's default one, built directly; the trainer's side is ``core.weight_groups``."""
     timeout = timedelta(seconds=group["timeout_s"])
     host, port, world_size = group["host"], group["port"], group["world_size"]
@@ -321,19 +355,22 @@ def build_group(group: dict[str, Any], rank: int) -> Any:
     if group["backend"] == "nccl":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        return Group(c10d.ProcessGroupNCCL(store, rank, world_size, options), "nccl", store)
     gloo = c10d.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
-    return c10d.ProcessGroupGloo(store, rank, world_size, gloo)
+    return Group(c10d.ProcessGroupGloo(store, rank, world_size, gloo), "gloo", store)
 
 
-def leave_group(groups: dict[str, tuple[Any, str]], name: str) -> bool:
+def leave_group(groups: dict[str, Group], name: str) -> bool:
     """Forget group ``name``; its connections close with its last reference. False if there was none."""
-    process_group, backend = groups.pop(name, (None, ""))
-    if backend == "nccl":
-        process_group.abort()
-    return process_group is not None
+    holder = [groups.pop(name, None)]
+    if holder[0] is None:
+        return False
+    if holder[0].backend == "nccl":
+        holder[0].process_group.abort()
+    threading.Thread(target=holder.clear, daemon=True).start()  # gloo first waits for what it has under way
+    return True
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -344,7 +381,7 @@ def _address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def received_tensors(group: Any, buckets: list[list[Spec]], device: torch.device) -> Iterator[NamedTensor]:
+def received_tensors(group: Group, buckets: list[list[Spec]], device: torch.device) -> Iterator[NamedTensor]:
     """Tensors as rank 0 broadcasts them, in host memory.
 
     Of a bucket, tensors of at least ``SMALL_BYTES`` come first, alone; then the others in one, each starting at a
@@ -361,8 +398,8 @@ def received_tensors(group: Any, buckets: list[list[Spec]], device: torch.device
             i: torch.empty(size, dtype=torch.uint8, device=device) for i, size in enumerate(sizes) if i not in offsets
         }
         packed = torch.empty(packed_bytes, dtype=torch.uint8, device=device)
-        for work in [_broadcast(group, flat) for flat in (*large.values(), packed) if flat.numel()]:
-            work.wait()
+        for work in [_broadcast(group.process_group, flat) for flat in (*large.values(), packed) if flat.numel()]:
+            group.finish(work)
         packed = packed.cpu()
         for index, (name, shape, dtype) in enumerate(bucket):
             flat, start = (packed, offsets[index]) if index in offsets else (large.pop(index).cpu(), 0)
