@@ -3,7 +3,9 @@
     shm    publish (write, stage, compare, commit) against one memcpy of the same bytes
     xccl   publish by gloo against one gloo broadcast of the same bytes between the same two processes
 
-A random float32 model of 135 M parameters. The first publish of each way (which allocates) is not counted.
+A random float32 model of 135 M parameters. The first publish of each way (which allocates) is not counted. The sampler
+draws a token after every publish: its first step brings large matrices into their layout, which is not part of the
+publish and reported as ``first_step`` beside an ordinary ``step`` (the same request once more).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 
 from areal.api.cli_args import NativeConfig
+from areal.api.io_struct import GenerationHyperparameters, ModelRequest
 from areal.engine.core.remote_weights import RemotePublisher
 from areal.engine.core.weight_groups import enter_group, open_store
 from areal.engine.core.weight_sender import WeightSender
@@ -105,6 +108,13 @@ class SamplerSide(WeightEndpoint):
     def get_version(self) -> int:
         return int(self.sampler.get_version())
 
+    def draw_token(self) -> float:
+        """Seconds of a request for one token."""
+        settings = GenerationHyperparameters(max_new_tokens=1, ignore_eos=True)
+        began = time.perf_counter()
+        self.sampler.submit(ModelRequest(input_ids=[1, 2, 3], gconfig=settings)).result()
+        return time.perf_counter() - began
+
     def join_bare(self, group: WeightGroup, n_bytes: int) -> None:
         self._member = enter_group(group)
         self._flat = torch.zeros(n_bytes, dtype=torch.uint8)
@@ -173,8 +183,10 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def sides(engine: Engine, sampler: Sampler, modes: list[str]) -> Mapping[str, Callable[[], float]]:
-    """Every measured way, warmed up."""
+def sides(
+    engine: Engine, sampler: Sampler, modes: list[str], first_steps: list[float], steps: list[float]
+) -> Mapping[str, Callable[[], float]]:
+    """Every measured way, warmed up; the lists take the seconds of the steps after each publish."""
     rollout: Any = sampler
     found: dict[str, Callable[[], float]] = {}
     versions = iter(range(1, 1_000_000))
@@ -182,14 +194,21 @@ def sides(engine: Engine, sampler: Sampler, modes: list[str]) -> Mapping[str, Ca
         settings = TransferSettings(timeout_s=TIMEOUT_S)
         publisher = RemotePublisher(Trainer(engine), rollout, mode=mode, settings=settings)
 
-        def publish(publisher: RemotePublisher = publisher) -> None:
+        def publish(publisher: RemotePublisher = publisher) -> float:
             version = next(versions)
+            began = time.perf_counter()
             publisher.stage(version)
             publisher.commit(version)
+            seconds = time.perf_counter() - began
+            first_steps.append(sampler.call_one("rollout/0", "draw_token"))
+            steps.append(sampler.call_one("rollout/0", "draw_token"))
+            return seconds
 
-        for _ in range(3):  # both buffers of both sides
+        for _ in range(6):  # both buffers of both sides, and memory that is used again
             publish()
-        found[mode] = lambda publish=publish: timed(publish)  # type: ignore[misc]
+        found[mode] = publish
+    first_steps.clear()
+    steps.clear()
     if "shm" in modes:
         source, target = (torch.zeros(engine.n_bytes, dtype=torch.uint8) for _ in range(2))
         found["memcpy"] = lambda: timed(lambda: target.copy_(source))
@@ -226,15 +245,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     engine = Engine(build_model(args.model))
     sampler = Sampler(args.model, args.threads)
+    first_steps: list[float] = []
+    steps: list[float] = []
     try:
-        measured = common.alternate(sides(engine, sampler, args.modes), args.repeats)
+        measured = common.alternate(sides(engine, sampler, args.modes, first_steps, steps), args.repeats)
     finally:
         sampler.close()
     bare = {"shm": "memcpy", "xccl": "broadcast"}
     result: dict[str, Any] = {
         "bytes": engine.n_bytes,
         "threads": args.threads,
-        "seconds": {name: common.summary(values) for name, values in measured.items()},
+        "seconds": {
+            name: common.summary(values)
+            for name, values in {**measured, "first_step": first_steps, "step": steps}.items()
+        },
     }
     for mode in args.modes:
         result[f"{mode}/{bare[mode]}"] = common.ratio(measured[mode], measured[bare[mode]])

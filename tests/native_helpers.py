@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,24 @@ def generate(engine: NativeEngine, requests: Sequence[ModelRequest]) -> list[Mod
     """Submit all, wait for all."""
     futures = [engine.submit(req) for req in requests]
     return [future.result(TIMEOUT_S) for future in futures]
+
+
+def before_step(engine: NativeEngine, actions: dict[int, Callable[[], object]]) -> None:
+    """Run ``actions[n]`` on the worker thread right before its n-th step (from 0).
+
+    Step 0 draws two tokens (the first from the prompt), every later step one: before step n a request has n + 1.
+    """
+    scheduler = engine._scheduler
+    plain, count = scheduler.step, 0
+
+    def step() -> None:
+        nonlocal count
+        if count in actions:
+            actions[count]()
+        count += 1
+        plain()
+
+    scheduler.step = step  # type: ignore[method-assign]
 
 
 def random_prompts(lengths: Sequence[int], vocab: int = 64, seed: int = 0) -> list[list[int]]:

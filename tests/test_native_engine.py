@@ -8,12 +8,14 @@ import time
 
 import pytest
 
+from areal.engine.native import slots
 from areal.engine.native.requests import InvalidRequestError
 from areal.utils.errors import EngineStoppedError
 from tests.fakes import tiny_model
 from tests.native_helpers import (
     assert_greedy_match,
     assert_logprobs_match,
+    before_step,
     generate,
     random_prompts,
     request,
@@ -69,7 +71,11 @@ def test_share_prefill_off_computes_every_prompt(model: object) -> None:
         assert_logprobs_match(model, response)
 
 
-def test_slots_are_reused_and_moved_without_mixing_requests(model: object) -> None:
+@pytest.mark.parametrize("block_cost", [slots._BLOCK_COST, 0])
+def test_slots_are_reused_and_moved_without_mixing_requests(
+    model: object, block_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "_BLOCK_COST", block_cost)
     prompts = random_prompts([1 + i % 13 for i in range(60)])
     sent = [request(p, seed=i, max_new_tokens=1 + (7 * i) % 23) for i, p in enumerate(prompts)]
     with running(model, max_running_requests=7) as engine:
@@ -91,6 +97,27 @@ def test_admission_follows_order_then_arrival(model: object) -> None:
         engine.release_admission()
         wait_until(lambda: len(finished) == 4)
     assert finished == ["a", "b", "c", "d"]
+
+
+def test_admission_into_a_full_engine_waits_for_more_than_one_slot(model: object) -> None:
+    fills = 0
+    with running(model, max_running_requests=16) as engine:
+        scheduler = engine._scheduler
+        plain = scheduler._fill
+
+        def fill() -> None:
+            nonlocal fills
+            fills += 1
+            plain()
+
+        scheduler._fill = fill  # type: ignore[method-assign]
+        engine.hold_admission()
+        sent = [request([5, 6], seed=i, max_new_tokens=20 + i) for i in range(16)]  # one ends at every step
+        futures = [engine.submit(one) for one in [*sent, *(request([7], seed=i, max_new_tokens=60) for i in range(16))]]
+        engine.release_admission()
+        responses = [future.result(60) for future in futures]
+    assert [response.output_len for response in responses] == [*range(20, 36), *[60] * 16]
+    assert 2 <= fills <= 8  # 17 if each were filled for itself
 
 
 def test_held_requests_wait_while_running_ones_go_on(model: object) -> None:
@@ -123,10 +150,14 @@ def test_abort_by_rid_returns_partial_tokens_and_spares_others(model: object) ->
 
 def test_abort_all_reaches_running_and_queued(model: object) -> None:
     with running(model, max_running_requests=2) as engine:
+        before_step(engine, {6: engine.pause})
+        engine.pause()
         futures = [engine.submit(request([5, i + 2], seed=i, max_new_tokens=450)) for i in range(5)]
+        engine.resume()
         wait_until(lambda: engine.stats.decode_steps > 5)
         engine.abort()
         responses = [f.result(30) for f in futures]
+        engine.resume()
         assert all(r.stop_reason == "abort" for r in responses)
         assert [r.output_len > 0 for r in responses] == [True, True, False, False, False]
         (again,) = generate(engine, [request([5, 6], max_new_tokens=4)])

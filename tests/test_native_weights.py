@@ -11,12 +11,13 @@ import torch
 
 from areal.api.io_struct import ModelResponse
 from areal.engine.core.weight_sync import InProcessPublisher
-from areal.engine.native.engine import NativeEngine
+from areal.engine.native import weights as native_weights
 from areal.utils.errors import WeightSyncError
 from tests.fakes import tiny_model
 from tests.native_helpers import (
     assert_greedy_match,
     assert_logprobs_match,
+    before_step,
     generate,
     random_prompts,
     reference_logprobs,
@@ -24,24 +25,6 @@ from tests.native_helpers import (
     running,
     weights_of,
 )
-
-
-def before_step(engine: NativeEngine, actions: dict[int, Callable[[], object]]) -> None:
-    """Run ``actions[n]`` on the worker thread right before its n-th step (from 0).
-
-    Step 0 draws two tokens (the first from the prompt), every later step one: before step n a request has n + 1.
-    """
-    scheduler = engine._scheduler
-    plain, count = scheduler.step, 0
-
-    def step() -> None:
-        nonlocal count
-        if count in actions:
-            actions[count]()
-        count += 1
-        plain()
-
-    scheduler.step = step  # type: ignore[method-assign]
 
 
 def assert_versions_match(models: list, response: ModelResponse, temperature: float = 1.0) -> None:
@@ -274,3 +257,68 @@ def test_stage_does_nothing_until_commit_and_discard_forgets() -> None:
         (after,) = generate(engine, [request([5, 6], greedy=True, max_new_tokens=10)])
     assert_greedy_match(old, before)
     assert_greedy_match(new, after)
+
+
+def wide_model(seed: int, **overrides: object) -> torch.nn.Module:
+    """A model whose matrices are kept in the packed layout."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, **overrides}
+    return tiny_model("qwen2", seed, **sizes)
+
+
+def copies(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype, copy=True) for name, tensor in weights_of(model)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("later_from", [2**20, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lasting_weights_are_not_read_after_the_first_step(
+    tied: bool, later_from: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_weights, "_LATER_FROM", later_from)
+    new = wide_model(1, tie_word_embeddings=tied)
+    source = copies(new, dtype)
+    for parameter in new.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    with running(wide_model(0, tie_word_embeddings=tied)) as engine:
+        assert engine.keeps_sources
+        engine.stage_weights(source.items(), 1, lasting=True)
+        engine.commit_weights(1)
+        (first,) = generate(engine, [request([5, 6, 7], greedy=True, max_new_tokens=5)])
+        for tensor in source.values():
+            tensor.zero_()
+        (second,) = generate(engine, [request([5, 6, 7], greedy=True, max_new_tokens=5)])
+    for response in (first, second):
+        assert_greedy_match(new, response)
+        assert_logprobs_match(new, response)
+
+
+def test_lasting_weights_are_not_read_after_the_next_ones_are_staged() -> None:
+    first, second = wide_model(1), wide_model(2)
+    source, later = copies(first), copies(second)
+    with running(wide_model(0)) as engine:
+        engine.stage_weights(source.items(), 1, lasting=True)
+        engine.commit_weights(1)  # and nothing is generated
+        engine.stage_weights(later.items(), 2, lasting=True)
+        for tensor in source.values():
+            tensor.zero_()
+        engine.discard_weights()
+        (old,) = generate(engine, [request([5, 6], greedy=True, max_new_tokens=5)])
+        engine.stage_weights(later.items(), 3, lasting=True)
+        engine.commit_weights(3)
+        (new,) = generate(engine, [request([5, 6], greedy=True, max_new_tokens=5)])
+    assert_greedy_match(first, old)
+    assert_greedy_match(second, new)
+    assert_logprobs_match(second, new)
+
+
+def test_lasting_weights_take_over_the_packed_memory_of_the_old_ones() -> None:
+    new = wide_model(1)
+    with running(wide_model(0)) as engine:
+        before = engine._scheduler.weights.layers[0].down._packed
+        engine.stage_weights(copies(new).items(), 1, lasting=True)
+        engine.commit_weights(1)
+        (response,) = generate(engine, [request([5, 6], greedy=True, max_new_tokens=5)])
+        assert engine._scheduler.weights.layers[0].down._packed is before
+        assert engine._spare.layers[0].down._packed is None
+    assert_greedy_match(new, response)

@@ -141,8 +141,8 @@ def test_broadcast_group_of_torch_helper_serves_a_peer_that_builds_it_so() -> No
 
 
 def test_broadcast_receiver_that_fails_ends_sender_and_other_receiver() -> None:
-    pairs = {f"w{i}": torch.randn(ALONE_FROM) for i in range(24)}
-    buckets = make_buckets(specs(pairs), 1 << 23)
+    pairs = {f"w{i}": torch.randn(ALONE_FROM // 4) for i in range(24)}
+    buckets = make_buckets(specs(pairs), ALONE_FROM)
     group, store = group_of(3)
 
     def receive(member: Membership) -> Any:

@@ -311,7 +311,7 @@ def test_stage_xccl_group_that_another_rank_gives_up_ends_before_the_limit(worke
 
 def test_wire_of_groups_is_the_one_of_the_trainer() -> None:
     ours = (weight_groups.ALONE_FROM, weight_groups.ALIGNMENT, weight_groups._LOST)
-    assert ours == (extension.SMALL_BYTES, extension.ALIGN_BYTES, extension.LOST)
+    assert ours == (extension.ALONE_BYTES, extension.ALIGN_BYTES, extension.LOST)
 
 
 def test_stage_xccl_group_that_was_not_joined_is_an_error(worker: FakeWorker) -> None:

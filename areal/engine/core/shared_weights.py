@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal.engine.core.weight_sync import ParamRecord, copy_with_checksum
+from areal.engine.core.weight_sync import ParamRecord, checksum
 from areal.engine.core.weight_threads import torch_threads
 from areal.infra.rpc.rtensor import RTensor, local_store, localize
 from areal.utils.errors import WeightSyncError
@@ -167,7 +167,9 @@ class _Buffer:
     def put(self, offset: int, tensor: Tensor) -> int:
         """Copy ``tensor`` to ``offset``; returns the checksum of the copy."""
         nbytes = tensor.numel() * tensor.element_size()
-        return copy_with_checksum(self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape), tensor)
+        place = self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)
+        return checksum(place)
 
     def close(self) -> None:
         """Free the memory, as soon as no reader maps it."""

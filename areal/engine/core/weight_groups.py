@@ -3,10 +3,11 @@
     rank 0:   open_store(host) ─► port ─► enter_group(group, store) ─► send_buckets(...) ─► abort()
     others:                              enter_group(group)        ─► receive_buckets(...) ─► abort()
 
-The wire. A bucket is an ordered list of tensors. Its tensors of 1 MiB and more travel first, in order, each as one
-broadcast of its bytes; then its smaller ones as a single broadcast, in order, each from the next multiple of 64 bytes
-on. In a group that a server builds with torch's helper (``torch_helper``) every tensor is a broadcast of its own, in
-its own dtype and shape. A group does not survive an error: whoever meets one says so in the store and leaves. The
+The wire. A bucket is an ordered list of tensors. One of 32 MiB or more travels alone, as one broadcast of its bytes;
+smaller ones share a broadcast of at most 32 MiB, in order, each from the next multiple of 64 bytes on. A broadcast
+starts as soon as its last tensor is met: for a shared one, when the next tensor does not fit or the bucket ends. In a
+group that a server builds with torch's helper (``torch_helper``) every tensor is a broadcast of its own, in its own
+dtype and shape. A group does not survive an error: whoever meets one says so in the store and leaves. The
 others look there while they wait: connections alone do not tell, since gloo closes them only when nothing is under way,
 and two ranks may each wait for the other's part of another broadcast.
 """
@@ -19,7 +20,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from areal.engine.core.weight_sources import WeightGroup
 
 _dist: Any = dist  # names that its stubs do not export
-ALONE_FROM = 1 << 20  # bytes from which a tensor travels alone
-ALIGNMENT = 64  # bytes, of a small tensor in its flat one
-_AHEAD = 32 << 20  # bytes that a receiver is ready for beyond the tensor it waits for
+ALONE_FROM = 32 << 20  # bytes from which a tensor travels alone; the most that others fill together
+ALIGNMENT = 64  # bytes, of a tensor in a shared broadcast
+_AHEAD = 64 << 20  # bytes that a receiver is ready for, and a sender has ready, beyond the current broadcast
 _POLL_S = 0.005
 _LOOK_S = 0.5  # between looks whether somebody has given the group up
 _LOST = "lost"
@@ -252,24 +252,19 @@ def send_buckets(
         WeightSyncError: the tensors are not those of ``buckets``, or a receiver is gone; the group was left.
     """
     supply = iter(pairs)
-    records: list[Future[ParamRecord]] = []
-    flight = _Flight(member, max((sum(spec.size for spec in bucket) for bucket in buckets), default=0))
-    helper = member.group.torch_helper
-    with torch_threads(1) as pool:  # checksums, while the bytes travel
+    records: dict[str, ParamRecord] = {}
+    flight = _Flight(member)
+    with torch_threads(1) as pool:  # more threads would wait for work on the cores that gloo needs
         try:
             for bucket in buckets:
-                small: list[Tensor] = []
-                for spec in bucket:
-                    tensor = _next(supply, spec)
-                    if helper or spec.size >= ALONE_FROM:
-                        travelling = (tensor if helper else as_bytes(tensor)).to(member.device)
-                        flight.add(member.broadcast(travelling), travelling)
-                    else:
-                        small.append(tensor)
-                    records.append(pool.submit(ParamRecord.of, spec.name, tensor))
-                if small:
-                    flat = _flatten(small, member.device)
-                    flight.add(member.broadcast(flat), flat)
+                waiting: dict[str, Tensor] = {}
+                specs = iter(bucket)
+                for parcel in _parcels(bucket, member.group.torch_helper):
+                    while parcel.specs[-1].name not in waiting:
+                        spec = next(specs)
+                        waiting[spec.name] = _next(supply, spec)
+                    tensors = [waiting.pop(spec.name) for spec in parcel.specs]
+                    records.update(pool.submit(flight.add, parcel, tensors).result())
             flight.land()
             if (extra := next(supply, None)) is not None:
                 raise WeightSyncError(f"{extra[0]} is a weight of the trainer that was not announced to the samplers")
@@ -277,7 +272,7 @@ def send_buckets(
             flight.forget()
             _leave_after(exc, member)
             _raise_named(exc, member.group)
-        return [record.result() for record in records]
+    return [records[spec.name] for bucket in buckets for spec in bucket]
 
 
 def _next(supply: Iterator[tuple[str, Tensor]], spec: ParamSpec) -> Tensor:
@@ -303,30 +298,24 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    flat = torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8, device=device)
-    start = 0
-    for tensor, size in zip(tensors, sizes, strict=True):
-        flat[start : start + size].copy_(as_bytes(tensor))
-        start += _aligned(size)
-    return flat
-
-
 class _Flight:
-    """Broadcasts under way and the tensors they need; at most ``limit`` bytes besides the newest."""
+    """Broadcasts under way and the memory they need: at most ``_AHEAD`` bytes besides the newest."""
 
-    def __init__(self, member: Membership, limit: int) -> None:
+    def __init__(self, member: Membership) -> None:
         self._member = member
-        self._limit, self._bytes = limit, 0
-        self._works: deque[tuple[Any, Tensor, int]] = deque()
+        self._bytes = 0
+        self._works: deque[tuple[Any, Tensor, _Parcel]] = deque()
 
-    def add(self, work: Any, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        self._works.append((work, tensor, size))
-        self._bytes += size
-        while self._bytes > self._limit and len(self._works) > 1:
+    def add(self, parcel: _Parcel, tensors: Sequence[Tensor]) -> dict[str, ParamRecord]:
+        """Start to send; returns what was sent, by name."""
+        memory = self._fill(parcel, tensors)
+        self._works.append((self._member.broadcast(memory), memory, parcel))
+        self._bytes += parcel.n_bytes
+        sent = parcel.tensors(memory) if parcel.flat else zip((s.name for s in parcel.specs), tensors, strict=True)
+        records = {name: ParamRecord.of(name, tensor) for name, tensor in sent}
+        while self._bytes > _AHEAD and len(self._works) > 1:
             self._land_one()
+        return records
 
     def land(self) -> None:
         while self._works:
@@ -335,22 +324,37 @@ class _Flight:
     def forget(self) -> None:
         self._works.clear()
 
+    def _fill(self, parcel: _Parcel, tensors: Sequence[Tensor]) -> Tensor:
+        device = self._member.device
+        if not parcel.flat:
+            return (tensors[0] if parcel.typed else as_bytes(tensors[0])).to(device)
+        memory = self._member.memory.take(parcel.n_bytes, device)
+        for (_, place), tensor in zip(parcel.tensors(memory), tensors, strict=True):
+            place.copy_(tensor)
+        return memory
+
     def _land_one(self) -> None:
-        work, tensor, size = self._works.popleft()
+        work, memory, parcel = self._works.popleft()
         self._member.finish(work)
-        if tensor.device.type == "cuda":
-            torch.cuda.current_stream(tensor.device).synchronize()
-        self._bytes -= size
+        if memory.device.type == "cuda":
+            torch.cuda.current_stream(memory.device).synchronize()
+        self._bytes -= parcel.n_bytes
+        if parcel.flat:
+            self._member.memory.give(memory)
 
 
 # -- receiving ---------------------------------------------------------------------------------------------------------
 
 
-def receive_buckets(member: Membership, buckets: Sequence[Sequence[ParamSpec]]) -> Iterator[tuple[str, Tensor]]:
+def receive_buckets(
+    member: Membership, buckets: Sequence[Sequence[ParamSpec]], lasting: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)`` as they arrive, not in the order of ``buckets``; leaves the group if that fails.
 
-    A tensor is valid until the next one is asked for: then its memory receives again.
+    A tensor is valid until the next one is asked for: then its memory receives again. If ``lasting``, it is valid until
+    the next version is received.
     """
+    member.memory.take_back()
     parcels = [parcel for bucket in buckets for parcel in _parcels(bucket, member.group.torch_helper)]
     coming: deque[tuple[_Parcel, Tensor, Any]] = deque()
     try:
@@ -366,7 +370,7 @@ def receive_buckets(member: Membership, buckets: Sequence[Sequence[ParamSpec]]) 
             member.finish(work)
             ahead -= parcel.n_bytes
             yield from parcel.tensors(memory)
-            member.memory.give(memory)
+            member.memory.give(memory, later=lasting)
     except BaseException as exc:
         coming.clear()
         _leave_after(exc, member)
@@ -399,9 +403,18 @@ class _Parcel:
 
 
 def _parcels(bucket: Sequence[ParamSpec], torch_helper: bool) -> list[_Parcel]:
-    alone = [spec for spec in bucket if torch_helper or spec.size >= ALONE_FROM]
-    small = [spec for spec in bucket if not torch_helper and spec.size < ALONE_FROM]
-    return [_Parcel([spec], False, torch_helper) for spec in alone] + ([_Parcel(small, True, False)] if small else [])
+    """The broadcasts of a bucket, in the order in which the last tensor of each is met."""
+    parcels: list[_Parcel] = []
+    shared: list[ParamSpec] = []
+    for spec in bucket:
+        if torch_helper or spec.size >= ALONE_FROM:
+            parcels.append(_Parcel([spec], False, torch_helper))
+            continue
+        if sum(_aligned(other.size) for other in shared) + spec.size > ALONE_FROM:
+            parcels.append(_Parcel(shared, True, False))
+            shared = []
+        shared.append(spec)
+    return parcels + ([_Parcel(shared, True, False)] if shared else [])
 
 
 def _shaped(memory: Tensor, spec: ParamSpec) -> Tensor:
@@ -413,13 +426,22 @@ class _Memory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
+        self._lent: list[Tensor] = []
 
     def take(self, n_bytes: int, device: torch.device) -> Tensor:
         free = self._free.get(n_bytes)
         return free.pop() if free else torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
-    def give(self, memory: Tensor) -> None:
-        self._free.setdefault(memory.numel(), []).append(memory)
+    def give(self, memory: Tensor, later: bool = False) -> None:
+        if later:
+            self._lent.append(memory)
+        else:
+            self._free.setdefault(memory.numel(), []).append(memory)
+
+    def take_back(self) -> None:
+        lent, self._lent = self._lent, []
+        for memory in lent:
+            self.give(memory)
 
 
 def _dtype(spec: ParamSpec) -> torch.dtype:

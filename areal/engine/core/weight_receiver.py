@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_source(source: WeightSource, groups: Memberships) -> Iterator[Iterable[tuple[str, Tensor]]]:
+def open_source(
+    source: WeightSource, groups: Memberships, lasting: bool = False
+) -> Iterator[Iterable[tuple[str, Tensor]]]:
     """``(name, tensor)`` pairs of a version; a tensor is valid until the next one is asked for.
 
     Args:
         source: where it is.
         groups: those that this receiver is in.
+        lasting: every tensor is valid until the next version is received.
 
     Raises:
         WeightSyncError: the source is gone, damaged, or ends early; a group is left then.
@@ -38,7 +41,7 @@ def open_source(source: WeightSource, groups: Memberships) -> Iterator[Iterable[
             yield pairs
     elif isinstance(source, XcclSource):
         member = groups.get(source.group.name)
-        arriving = receive_buckets(member, source.buckets)
+        arriving = receive_buckets(member, source.buckets, lasting)
         try:
             yield arriving
         except BaseException:
@@ -60,15 +63,22 @@ def _read_directory(source: DiskSource) -> Iterator[tuple[str, Tensor]]:
 
 
 class SourceReceiver:
-    """Gives a ``WeightReceiver`` the calls of a publisher in another process; it takes one rank of a group."""
+    """Gives a ``WeightReceiver`` the calls of a publisher in another process; it takes one rank of a group.
+
+    Attributes:
+        keeps_sources: it may read a staged tensor until it is given the next version.
+    """
 
     group_ranks = 1
+    keeps_sources = False
 
     def __init__(self) -> None:
         self._groups = Memberships()
 
-    def stage_weights(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> list[ParamRecord]:
-        """See :class:`areal.api.engine_api.WeightReceiver`."""
+    def stage_weights(
+        self, pairs: Iterable[tuple[str, Tensor]], version: int, lasting: bool = False
+    ) -> list[ParamRecord]:
+        """See :class:`areal.api.engine_api.WeightReceiver`; ``lasting`` tensors are as ``keeps_sources`` says."""
         raise NotImplementedError
 
     def stage_source(self, source: WeightSource, version: int) -> list[list[ParamRecord]]:
@@ -77,8 +87,9 @@ class SourceReceiver:
         Raises:
             WeightSyncError: something is missing, unknown, of a wrong shape, or the sender is gone.
         """
-        with open_source(source, self._groups) as pairs:
-            return [self.stage_weights(pairs, version)]
+        lasting = self.keeps_sources
+        with open_source(source, self._groups, lasting) as pairs:
+            return [self.stage_weights(pairs, version, lasting)]
 
     def join_group(self, group: WeightGroup) -> None:
         """Take the place ``group.rank``; returns when every rank has."""

@@ -17,7 +17,6 @@ from areal.utils.errors import WeightSyncError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 _WORD = 8  # bytes
-_CHUNK = 1 << 21  # bytes; stays in the cache
 
 
 @dataclass(frozen=True)
@@ -98,20 +97,6 @@ def checksum(tensor: Tensor) -> int:
 def wrap(total: int) -> int:
     """The signed 64-bit integer that equals ``total`` modulo 2**64."""
     return (total + 2**63) % 2**64 - 2**63
-
-
-def copy_with_checksum(place: Tensor, source: Tensor) -> int:
-    """Copy a tensor to contiguous ``place`` of its dtype; the checksum of the copy is taken while it is in cache."""
-    if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
-        place.copy_(source)
-        return checksum(place)
-    target, data = (t.detach().reshape(-1).view(torch.uint8) for t in (place, source))
-    total = 0
-    for start in range(0, data.numel(), _CHUNK):
-        piece = target[start : start + _CHUNK]
-        piece.copy_(data[start : start + _CHUNK])
-        total += checksum(piece)
-    return wrap(total)
 
 
 def compare_records(sent: Sequence[ParamRecord], received: Sequence[ParamRecord], version: int) -> None:

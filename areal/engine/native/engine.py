@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from areal.api.config.inference import NativeConfig
+from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.weight_receiver import SourceReceiver
 from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.native.kv_cache import SlotCache
 from areal.engine.native.model import CausalLM
 from areal.engine.native.requests import Limits, build_sequence
 from areal.engine.native.scheduler import NativeStats, Scheduler
-from areal.engine.native.weights import ModelSpec, Weights, read_checkpoint
+from areal.engine.native.weights import ModelSpec, Weights
 from areal.engine.native.worker import Worker
 from areal.utils import logging
 from areal.utils.errors import EngineError, WeightSyncError
@@ -75,6 +76,7 @@ class NativeEngine(SourceReceiver):
         with torch.inference_mode():
             weights = Weights(spec, dtype, device)
             self._spare = Weights(spec, dtype, device, twin=weights)
+            self.keeps_sources = weights.packs  # a large matrix is brought into its layout before the first step
             weights.load_all(pairs)
             cache = SlotCache(spec, dtype, device, max_slots=config.max_running_requests, max_capacity=longest)
             lm = CausalLM(spec, longest, device, dtype)
@@ -141,12 +143,15 @@ class NativeEngine(SourceReceiver):
             self.commit_weights(version)
         return records
 
-    def stage_weights(self, pairs: Iterable[tuple[str, Tensor]], version: int) -> list[ParamRecord]:
+    def stage_weights(
+        self, pairs: Iterable[tuple[str, Tensor]], version: int, lasting: bool = False
+    ) -> list[ParamRecord]:
         """Copy a complete set of weights into the spare buffer while decoding goes on.
 
         Args:
             pairs: (checkpoint name, full tensor), any dtype, any order; a tied head may be left out.
             version: their version.
+            lasting: the tensors stay as they are until the next call: some of the work is left for the first step.
         Returns: what was received, one record per pair.
         Raises:
             WeightSyncError: a name is unknown, a shape is wrong, or weights are missing; the current ones serve on.
@@ -154,7 +159,8 @@ class NativeEngine(SourceReceiver):
         with self._staging, torch.inference_mode():
             self._worker.check_alive()
             self._staged = None
-            records = self._spare.load_all(pairs, torch.get_num_threads())
+            self._worker.call(self._scheduler.weights.settle)
+            records = self._spare.load_all(pairs, torch.get_num_threads(), lasting)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._staged = version
@@ -175,6 +181,7 @@ class NativeEngine(SourceReceiver):
 
     def _exchange(self, version: int) -> None:
         current = self._scheduler.weights
+        self._spare.take_memory(current)
         self._scheduler.swap(self._spare, version)
         self._spare = current
         logger.debug(f"weights v{version} in place, {self._stats.running} requests go on")
@@ -216,7 +223,9 @@ def _open_model(model: str | os.PathLike[str] | PreTrainedModel) -> tuple[Any, I
     generation = None
     if os.path.isfile(os.path.join(model, "generation_config.json")):
         generation = GenerationConfig.from_pretrained(os.fspath(model))
-    return config, read_checkpoint(model), config.dtype or torch.float32, generation
+    directory = HfDirectory(os.fspath(model))
+    pairs = ((name, directory.read(name)) for name in directory.shapes)
+    return config, pairs, config.dtype or torch.float32, generation
 
 
 def _resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -66,10 +66,10 @@ class SlotCache:
         """Rows of ``flat`` for one new position of each of the first slots: ``[n]`` int64 -> ``[n * kv_heads, 2]``."""
         return (self._first_row[: positions.shape[0]] + positions[:, None, None]).view(-1, 2)
 
-    def value_index(self, count: int, group: int, length: int) -> Tensor:
-        """Rows of ``flat`` that hold the first ``length`` values of the first ``count`` slots, once for each of the
-        ``group`` queries that read them: ``[count * kv_heads * group * length]`` int32."""
-        first = self._first_row[:count, :, 1].to(torch.int32).view(-1, 1, 1)
+    def value_index(self, begin: int, end: int, group: int, length: int) -> Tensor:
+        """Rows of ``flat`` that hold the first ``length`` values of the slots from ``begin`` to ``end - 1``, once for
+        each of the ``group`` queries that read them: ``[slots * kv_heads * group * length]`` int32."""
+        first = self._first_row[begin:end, :, 1].to(torch.int32).view(-1, 1, 1)
         steps = torch.arange(length, dtype=torch.int32, device=self.device)
         return (first + steps).expand(-1, group, -1).reshape(-1)
 

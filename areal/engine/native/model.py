@@ -30,13 +30,33 @@ class Span:
 
 
 @dataclass
+class Block:
+    """Slots ``begin`` to ``end - 1``, whose attention reads ``length`` positions each."""
+
+    begin: int
+    end: int
+    length: int  # the largest of their positions + 1
+
+
+@dataclass
 class DecodeInput:
     """One token for each of the first ``B`` slots."""
 
     tokens: Tensor  # [B] int64, the newest token of each request
     positions: Tensor  # [B] int64, where it stands; as many positions are stored
-    length: int  # max(positions) + 1
+    blocks: list[Block]  # in order, together all slots
     ragged: bool  # whether positions differ
+
+
+@dataclass
+class _Reading:
+    """What the attention of one block needs in every layer; a row is a slot's KV head."""
+
+    rows: slice
+    length: int
+    bias: Tensor  # [rows, group, length], or a zero
+    bag: Tensor | None  # [rows * group * length] int32, places of the values
+    ends: Tensor | None  # [rows * group + 1] int32
 
 
 @dataclass
@@ -75,43 +95,56 @@ class CausalLM:
 
         Returns: ``[B, hidden]`` after the final norm.
         """
-        tokens, positions, length = step.tokens, step.positions, step.length
+        tokens, positions = step.tokens, step.positions
         spec = self.spec
         count, rows, group, dim = tokens.shape[0], tokens.shape[0] * spec.kv_heads, spec.group, spec.head_dim
         width, inter, eps, shape = spec.heads * dim, spec.intermediate, spec.norm_eps, (spec.hidden,)
         cis = self.cis.index_select(0, positions)[:, None, None]
         index = (cache.decode_index(positions),) if step.ragged else None
-        if step.ragged:
-            seen = (self._positions[:length] <= positions[:, None])[:, None].expand(count, spec.heads, length)
-            bias, beta = torch.where(seen, self._zero, self._minus_inf).view(rows, group, length), 1
-        else:
-            bias, beta = self._zero, 0
-        if self._bags:
-            bag = cache.value_index(count, group, length)
-            ends = torch.arange(rows * group + 1, dtype=torch.int32) * length
+        readings = [self._reading(block, positions if step.ragged else None, cache) for block in step.blocks]
         x = weights.embed.index_select(0, tokens)
         for layer, w in enumerate(weights.layers):
-            keys, values = cache.keys[layer], cache.values[layer]
             qkv = w.qkv(F.rms_norm(x, shape, w.norm1, eps))
             self._rotate(qkv.view(count, spec.kv_heads, group + 2, dim)[:, :, : group + 1], cis, w.qk_norm)
             heads = qkv.view(rows, group + 2, dim)
             if index is None:
-                cache.pairs[layer][:rows, :, length - 1] = heads[:, group:]
+                cache.pairs[layer][:rows, :, step.blocks[0].length - 1] = heads[:, group:]
             else:
                 cache.flat[layer].index_put_(index, heads[:, group:])
-            scores = torch.baddbmm(
-                bias, heads[:, :group], keys[:rows, :length].transpose(1, 2), beta=beta, alpha=self.scale
-            )
-            shares = torch.softmax(scores, -1)
-            if self._bags:  # a sum of weighted rows reads them in place; bmm packs them first, at up to twice the time
-                mixed = torch.embedding_bag(
-                    cache.flat[layer], bag, ends, mode=0, per_sample_weights=shares.view(-1), include_last_offset=True
-                )[0]
-            else:
-                mixed = torch.bmm(shares, values[:rows, :length])
-            x = w.out.plus(mixed.view(count, width), x)
+            mixed = [self._read(heads[reading.rows, :group], reading, cache, layer) for reading in readings]
+            x = w.out.plus((mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(count, width), x)
             x = self._mlp(x, w, inter)
         return F.rms_norm(x, shape, weights.norm, eps)
+
+    def _reading(self, block: Block, positions: Tensor | None, cache: SlotCache) -> _Reading:
+        """Prepare the attention of a block; ``positions`` [B] where they differ."""
+        spec, count, length = self.spec, block.end - block.begin, block.length
+        rows, bias, bag, ends = count * spec.kv_heads, self._zero, None, None
+        if positions is not None:
+            seen = self._positions[:length] <= positions[block.begin : block.end, None]
+            seen = seen[:, None].expand(count, spec.heads, length)
+            bias = torch.where(seen, self._zero, self._minus_inf).view(rows, spec.group, length)
+        if self._bags:
+            bag = cache.value_index(block.begin, block.end, spec.group, length)
+            ends = torch.arange(rows * spec.group + 1, dtype=torch.int32) * length
+        return _Reading(slice(block.begin * spec.kv_heads, block.end * spec.kv_heads), length, bias, bag, ends)
+
+    def _read(self, query: Tensor, reading: _Reading, cache: SlotCache, layer: int) -> Tensor:
+        """Attention of one token per row, ``[rows, group, head_dim]``, over what is stored; as many output elements."""
+        keys = cache.keys[layer][reading.rows, : reading.length].transpose(1, 2)
+        beta = 0 if reading.bias is self._zero else 1
+        shares = torch.softmax(torch.baddbmm(reading.bias, query, keys, beta=beta, alpha=self.scale), -1)
+        if reading.bag is None:
+            return torch.bmm(shares, cache.values[layer][reading.rows, : reading.length])
+        # a sum of weighted rows reads them in place; bmm packs them first, at up to twice the time
+        return torch.embedding_bag(
+            cache.flat[layer],
+            reading.bag,
+            reading.ends,
+            mode=0,
+            per_sample_weights=shares.view(-1),
+            include_last_offset=True,
+        )[0]
 
     def _mlp(self, x: Tensor, w: LayerWeights, inter: int) -> Tensor:
         """Residual plus the gated feed-forward block."""

@@ -41,6 +41,16 @@ class Product:
         self._transposed = weight.t()
         self._packed: Tensor | None = None
 
+    @property
+    def packs(self) -> bool:
+        """Whether it is computed in the blocked layout."""
+        return packs(self.weight)
+
+    def take_memory(self, other: Product) -> None:
+        """Take over the memory of the blocked layout of ``other``, which is not used any more."""
+        if self._packed is None:
+            self._packed, other._packed = other._packed, None
+
     def refresh(self, weight: Tensor | None = None) -> None:
         """Take over the weight's current values, or those of ``weight``; needed after every change.
 

@@ -17,9 +17,10 @@ Not thread-safe: only the engine's worker thread calls it, inside ``torch.infere
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -27,12 +28,14 @@ from torch import Tensor
 
 from areal.api.config.inference import NativeConfig
 from areal.engine.native.kv_cache import SlotCache
-from areal.engine.native.model import CausalLM, DecodeInput, Span
+from areal.engine.native.model import Block, CausalLM, DecodeInput, Span
 from areal.engine.native.requests import Sequence
 from areal.engine.native.sampling import BatchSampler
 from areal.engine.native.slots import SlotTable
 from areal.engine.native.weights import Weights
 
+_PATIENCE = 0.25  # decode steps of an idle engine that cost as much as filling a few slots for themselves
+_EXTEND_TOKENS = 512  # of one forward pass on a CPU: what a layer writes is still in the cache when it is read
 _SPARE_POSITIONS = 64  # room reserved after a prompt, so that the cache does not grow in the first steps
 
 
@@ -69,13 +72,13 @@ class _DecodeState:
     one of them may end a request, or somebody wants to know what a request has.
     """
 
-    def __init__(self, sequences: list[Sequence], device: torch.device) -> None:
+    def __init__(self, sequences: list[Sequence], blocks: list[Block], device: torch.device) -> None:
         lengths = [s.kv_len for s in sequences]
         self.sequences = sequences
         self.step = DecodeInput(
             tokens=torch.tensor([s.tokens[-1] for s in sequences]).to(device),
             positions=torch.tensor(lengths).to(device),
-            length=max(lengths) + 1,
+            blocks=blocks,
             ragged=min(lengths) != max(lengths),
         )
         self.sampler = BatchSampler([s.params for s in sequences], [s.output for s in sequences], device)
@@ -91,7 +94,8 @@ class _DecodeState:
         """Keep one drawn token per request; True when one of them may end its request."""
         self.step.tokens = tokens
         self.step.positions += 1
-        self.step.length += 1
+        for block in self.step.blocks:
+            block.length += 1
         self._tokens.append(tokens.tolist())
         self._logprobs.append(logprobs.tolist())
         self._versions.append(version)
@@ -132,6 +136,7 @@ class Scheduler:
         self.version = 0
         self.admission_held = False
         self._waiting: list[tuple[tuple[int, ...], int, Sequence]] = []
+        self._idle = 0  # slots times steps that stood empty since the last admission, while requests waited
         self._filling: list[Sequence] = []
         self._slots = SlotTable(cache)
         self._prompts: dict[Hashable, _Prompt] = {}
@@ -178,14 +183,23 @@ class Scheduler:
         self.stats.weight_swaps += 1
         started = [s for s in self._filling if s.slot >= 0]
         pending = [s for s in self._filling if s.slot < 0]
-        self._filling = self._slots.ready + started + pending
+        running = sorted(self._slots.ready + started, key=lambda s: -len(s.tokens))
+        self._filling = running + pending
         self._slots.clear()
+        for sequence in running:
+            if sequence.output:  # all come back: long ones first, which makes few blocks
+                self._slots.assign(sequence)
         self._state = None
         for prompt in self._prompts.values():
             prompt.hidden, prompt.holders = None, []
 
     def _admit(self) -> None:
+        """Admit what fits, but not one by one into a full engine: filling a slot costs part of everybody's step."""
         room = self.config.max_running_requests - self._slots.n_ready - len(self._filling)
+        self._idle += room
+        if self._idle < _PATIENCE * self.config.max_running_requests:
+            return
+        self._idle = 0
         while room > 0 and self._waiting:
             sequence = heapq.heappop(self._waiting)[2]
             self._prompts.setdefault(self._key(sequence), _Prompt()).users += 1
@@ -200,6 +214,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Admit, fill within the budgets, decode one token for everything that is ready."""
+        self.weights.settle()
         if self._waiting and not self.admission_held:
             self._admit()
         if self._filling:
@@ -211,8 +226,8 @@ class Scheduler:
     def _decode(self) -> None:
         state = self._state
         if state is None:
-            state = self._state = _DecodeState(self._slots.ready, self.model.device)
-        self.cache.reserve(0, state.step.length)
+            state = self._state = _DecodeState(self._slots.ready, self._slots.blocks(), self.model.device)
+        self.cache.reserve(0, max(block.length for block in state.step.blocks))
         hidden = self.model.decode(self.weights, state.step, self.cache)
         tokens, logprobs = state.sampler.draw(self.model.logits(self.weights, hidden))
         self.stats.decode_steps += 1
@@ -273,24 +288,23 @@ class Scheduler:
 
     def _extend(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute ``count`` more tokens of each request; keep the final hidden state where a prompt is complete."""
-        if not work:
-            return
-        spans, tokens = [], []
-        for sequence, count in work:
-            self._slots.assign(sequence)
-            spans.append(Span(sequence.slot, sequence.kv_len, count))
-            tokens += sequence.tokens[sequence.kv_len : sequence.kv_len + count]
-        hidden = self.model.extend(self.weights, tokens, spans, self.cache)
-        for row, (sequence, count) in enumerate(work):
-            sequence.kv_len += count
-            if sequence.output:
-                self.stats.recomputed_tokens += count
-            else:
-                self.stats.prefill_tokens += count
-            if sequence.kv_len == len(sequence.prompt):
-                prompt = self._prompts[self._key(sequence)]
-                prompt.hidden = hidden[row]
-                prompt.holders.append(sequence)
+        for part in _parts(work, _EXTEND_TOKENS if self.model.device.type == "cpu" else sys.maxsize):
+            spans, tokens = [], []
+            for sequence, count in part:
+                self._slots.assign(sequence)
+                spans.append(Span(sequence.slot, sequence.kv_len, count))
+                tokens += sequence.tokens[sequence.kv_len : sequence.kv_len + count]
+            hidden = self.model.extend(self.weights, tokens, spans, self.cache)
+            for row, (sequence, count) in enumerate(part):
+                sequence.kv_len += count
+                if sequence.output:
+                    self.stats.recomputed_tokens += count
+                else:
+                    self.stats.prefill_tokens += count
+                if sequence.kv_len == len(sequence.prompt):
+                    prompt = self._prompts[self._key(sequence)]
+                    prompt.hidden = hidden[row]
+                    prompt.holders.append(sequence)
 
     def _copy_prompts(self) -> None:
         """Give every filling request whose prompt somebody holds a slot with a copy of it, all in one copy."""
@@ -354,6 +368,18 @@ def _bring_up_to_date(state: _DecodeState | None) -> None:
     """Give the requests what was drawn for them, before somebody looks at them; none of them can have ended."""
     if state is not None:
         state.hand_out()
+
+
+def _parts(work: list[tuple[Sequence, int]], tokens: int) -> Iterator[list[tuple[Sequence, int]]]:
+    """Cut work into parts of at most ``tokens``; a request that has more is a part of its own."""
+    part: list[tuple[Sequence, int]] = []
+    for sequence, count in work:
+        if part and sum(c for _, c in part) + count > tokens:
+            yield part
+            part = []
+        part.append((sequence, count))
+    if part:
+        yield part
 
 
 def _take(budget: Counter[str], sequence: Sequence, wanted: int) -> int:

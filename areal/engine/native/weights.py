@@ -11,14 +11,11 @@ embedding is one complex product; attention does not notice, because queries and
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from areal.engine.native.products import Product, packs
 from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
+_LATER_FROM = 2**20  # elements of a lasting tensor whose copy is left for the first step
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -141,7 +139,7 @@ class _Matrix:
         self.memory = None if packs(self.placeholder) else torch.zeros(shape, dtype=dtype, device=device)
         self.product: Product | None = None
         self.parts: set[str] = set()
-        self.arrived: set[str] = set()
+        self.arrived: dict[str, Tensor | None] = {}  # the tensor where it can be read later
         self.landing: Tensor | None = None
 
     @property
@@ -199,6 +197,7 @@ class Weights:
         self.spec, self.dtype, self.device = spec, dtype, device
         self._targets: dict[str, _Target] = {}
         self._lock = threading.Lock()
+        self._left: list[Callable[[], object]] = []  # for the first step
         self._places: _LandingPlaces = _LandingPlaces() if twin is None else twin._places
         self.embed = self._new("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         self.norm = self._new("model.norm.weight", spec.hidden)
@@ -207,14 +206,37 @@ class Weights:
             self.head = Product(self.embed)
         else:
             self.head = self._new_matrix("lm_head.weight", spec.vocab_size, spec.hidden)
+        self._products = [product for layer in self.layers for product in layer.products] + [self.head]
 
     @property
     def names(self) -> list[str]:
         """Checkpoint names that make a complete set."""
         return list(self._targets)
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    @property
+    def packs(self) -> bool:
+        """Whether a matrix is kept in a packed layout."""
+        return any(product.packs for product in self._products)
+
+    def settle(self) -> None:
+        """Do what was left for the first step; the tensors that were loaded are not read any more."""
+        left, self._left = self._left, []
+        for job in left:
+            job()
+
+    def take_memory(self, previous: Weights) -> None:
+        """Take over the packed memory of the weights that were in service before, if there is something to pack."""
+        if self._left:
+            for product, old in zip(self._products, previous._products, strict=True):
+                product.take_memory(old)
+
+    def load(self, name: str, tensor: Tensor, lasting: bool = False) -> None:
         """Copy ``tensor`` (any dtype or device) to its place; a tied head has none.
+
+        Args:
+            name: checkpoint name.
+            tensor: whole.
+            lasting: it stays as it is until :meth:`settle`, which packs a large matrix.
 
         Raises:
             WeightSyncError: unknown name or wrong shape.
@@ -234,30 +256,56 @@ class Weights:
             target.part(memory).copy_(tensor.reshape(target.shape).permute(target.order))
             return
         assert matrix.product is not None
-        if target.whole and tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous():
-            matrix.product.refresh(tensor)
-            return
+        if not lasting:
+            self._land(matrix, name, tensor)
+        with self._lock:
+            matrix.arrived[name] = tensor if lasting else None
+            if matrix.arrived.keys() != matrix.parts:
+                return
+            arrived, matrix.arrived = matrix.arrived, {}
+        if lasting:
+            self._left.append(lambda: self._pack(matrix, arrived))
+        else:
+            self._pack(matrix, arrived)
+
+    def _land(self, matrix: _Matrix, name: str, tensor: Tensor) -> None:
+        """Copy a part to where the parts of a matrix meet."""
         with self._lock:
             if matrix.landing is None:
                 matrix.landing = self._places.take(matrix.placeholder)
             landing = matrix.landing
+        target = self._targets[name]
         target.part(landing).copy_(tensor.reshape(target.shape).permute(target.order))
-        with self._lock:
-            matrix.arrived.add(name)
-            if matrix.arrived != matrix.parts:
+
+    def _pack(self, matrix: _Matrix, parts: dict[str, Tensor | None]) -> None:
+        """Bring a matrix whose parts have arrived into its packed layout."""
+        assert matrix.product is not None
+        for name, tensor in parts.items():
+            if tensor is not None and self._is_matrix(name, tensor):
+                matrix.product.refresh(tensor)
                 return
-            matrix.landing = None
-            matrix.arrived.clear()
+            if tensor is not None:
+                self._land(matrix, name, tensor)
+        landing, matrix.landing = matrix.landing, None
+        assert landing is not None
         matrix.product.refresh(landing)
         with self._lock:
             self._places.give(landing)
 
-    def load_all(self, pairs: Iterable[tuple[str, Tensor]], threads: int = 1) -> list[ParamRecord]:
-        """Load every pair; returns the record of each, taken while it is in the cache.
+    def _is_matrix(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor can be packed as it is."""
+        alike = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
+        return alike and self._targets[name].whole
+
+    def load_all(
+        self, pairs: Iterable[tuple[str, Tensor]], threads: int = 1, lasting: bool = False
+    ) -> list[ParamRecord]:
+        """Load every pair; returns the record of each.
 
         Args:
             pairs: a list of them may be loaded by several threads.
             threads: so many, on a CPU.
+            lasting: as of :meth:`load`.
 
         Raises:
             WeightSyncError: a name or shape is wrong, or a weight is missing at the end.
@@ -265,7 +313,7 @@ class Weights:
         self._forget_parts()
 
         def one(pair: tuple[str, Tensor]) -> ParamRecord:
-            self.load(*pair)
+            self.load(*pair, lasting=lasting)
             return ParamRecord.of(*pair)
 
         if self.device.type != "cpu":
@@ -280,16 +328,19 @@ class Weights:
         if missing:
             shown = ", ".join(sorted(missing)[:5])
             raise WeightSyncError(f"{len(missing)} of {len(self._targets)} weights did not arrive: {shown}")
-        if self.spec.tied:
+        if self.spec.tied and lasting:
+            self._left.append(self.head.refresh)
+        elif self.spec.tied:
             self.head.refresh()
         return records
 
     def _forget_parts(self) -> None:
         """Drop what an earlier, failed load left."""
+        self._left.clear()
         for target in self._targets.values():
             if target.matrix is not None:
                 target.matrix.landing = None
-                target.matrix.arrived.clear()
+                target.matrix.arrived = {}
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -398,21 +449,3 @@ def cis_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
 def attention_scale(spec: ModelSpec) -> float:
     """Factor on query-key products."""
     return 1.0 / math.sqrt(spec.head_dim)
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) pairs of a Hugging Face directory of safetensors files."""
-    from safetensors import safe_open
-
-    root = Path(path)
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = sorted(file.name for file in root.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{root}: no *.safetensors file; the native engine reads Hugging Face safetensors")
-    for file in files:
-        with safe_open(root / file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                yield name, handle.get_tensor(name)

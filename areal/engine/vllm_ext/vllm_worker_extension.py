@@ -25,6 +25,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ Spec = tuple[str, list[int], str]
 """Name, shape and dtype (torch attribute name)."""
 
 LOST, LOOK_S = "lost", 0.5
-SMALL_BYTES = 1 << 20
-"""Tensors below this size share one broadcast per bucket."""
+ALONE_BYTES = 32 << 20
+"""Tensors below this size share broadcasts of at most this size."""
 ALIGN_BYTES = 64
 WORD_BYTES = 8
 _SAFETENSORS_DTYPES = {
@@ -382,28 +383,38 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def received_tensors(group: Group, buckets: list[list[Spec]], device: torch.device) -> Iterator[NamedTensor]:
-    """Tensors as rank 0 broadcasts them, in host memory.
-
-    Of a bucket, tensors of at least ``SMALL_BYTES`` come first, alone; then the others in one, each starting at a
-    multiple of ``ALIGN_BYTES``. Everything travels as bytes.
-    """
+    """Tensors as rank 0 broadcasts them, in host memory; what travels together is as ``core.weight_groups`` says."""
     for bucket in buckets:
-        sizes = [_size_bytes(shape, getattr(torch, dtype)) for _, shape, dtype in bucket]
-        offsets, packed_bytes = {}, 0
-        for index, size in enumerate(sizes):
-            if size < SMALL_BYTES:
-                offsets[index] = packed_bytes
-                packed_bytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        large = {
-            i: torch.empty(size, dtype=torch.uint8, device=device) for i, size in enumerate(sizes) if i not in offsets
-        }
-        packed = torch.empty(packed_bytes, dtype=torch.uint8, device=device)
-        for work in [_broadcast(group.process_group, flat) for flat in (*large.values(), packed) if flat.numel()]:
+        coming = []
+        for specs in broadcasts(bucket):
+            sizes = [_size_bytes(shape, getattr(torch, dtype)) for _, shape, dtype in specs]
+            starts = [0, *accumulate(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)]
+            count = sizes[0] if sizes[0] >= ALONE_BYTES else starts[-1]
+            memory = torch.empty(count, dtype=torch.uint8, device=device)
+            coming.append((specs, starts, memory, _broadcast(group.process_group, memory)))
+        for specs, starts, memory, work in coming:
             group.finish(work)
-        packed = packed.cpu()
-        for index, (name, shape, dtype) in enumerate(bucket):
-            flat, start = (packed, offsets[index]) if index in offsets else (large.pop(index).cpu(), 0)
-            yield name, _view(flat, start, shape, dtype)
+            flat = memory.cpu()
+            for (name, shape, dtype), start in zip(specs, starts, strict=False):
+                yield name, _view(flat, start, shape, dtype)
+
+
+def broadcasts(bucket: list[Spec]) -> Iterator[list[Spec]]:
+    """The tensors of a bucket that travel together, in the order in which the last one of each broadcast is met."""
+    shared: list[Spec] = []
+    filled = 0
+    for spec in bucket:
+        size = _size_bytes(spec[1], getattr(torch, spec[2]))
+        if size >= ALONE_BYTES:
+            yield [spec]
+            continue
+        if filled + size > ALONE_BYTES:
+            yield shared
+            shared, filled = [], 0
+        shared.append(spec)
+        filled += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    if shared:
+        yield shared
 
 
 def _bytes(count: int, device: torch.device) -> Tensor:
