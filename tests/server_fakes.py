@@ -88,6 +88,7 @@ class FakeServer:
         self.paused = False
         self.healthy = True
         self.arrival_s = 0.0  # from the call to the job
+        self.answer_s: deque[float] = deque()  # from the end of each job to its reply, in the order in which they end
         self.deaf = False  # to aborts by name
         self.jobs: dict[str, Job] = {}
         self.log: list[tuple[str, Any]] = []
@@ -225,6 +226,8 @@ class FakeServer:
                 self._draw(job)
         finally:
             self.jobs.pop(asked.rid, None)
+        if self.answer_s:
+            await asyncio.sleep(self.answer_s.popleft())
         return self.dialect.write(job)
 
     def _ended(self, job: Job) -> bool:
@@ -274,7 +277,8 @@ class FakeProtocol(ServerProtocol):
         refusals = {"use_beam_search": "fake servers sample; use vllm"}
         self.capabilities = Capabilities(keeps, ("disk",), seeds, refusals, at_once)  # type: ignore[misc]
         self.token = token
-        self.stage_s = 60.0
+        self.stage_s: float | None = 60.0
+        self.stage_once = True
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -320,7 +324,8 @@ class FakeProtocol(ServerProtocol):
 
     def stage(self, source: WeightSource, version: int) -> list[ServerCall]:
         rank = source.group.rank if isinstance(source, XcclSource) else None
-        return [ServerCall("POST", "/stage", {"version": version, "rank": rank}, self.stage_s, once=True)]
+        body = {"version": version, "rank": rank}
+        return [ServerCall("POST", "/stage", body, self.stage_s, once=self.stage_once)]
 
     def records(self, replies: Sequence[Any]) -> list[list[ParamRecord]] | None:
         if "error" in replies[0]:

@@ -19,7 +19,7 @@ from areal.engine.inference.readiness import UnfitServerError, check_external
 from areal.engine.inference.server_env import INCOMPLETE, has_gpu, inspect_environment
 from areal.engine.native_remote import NativeProtocol
 from areal.engine.vllm_remote import VLLMProtocol
-from areal.infra.launcher.inference_server import ServerStartError
+from areal.infra.launcher.inference_server import ServerProcess, ServerStartError
 from areal.utils import network
 from areal.utils.environ import temporary_env
 from tests.server_programs import alive, fake_python, order_of, server_pids, wait_for
@@ -51,6 +51,53 @@ def test_launch_native_server_generates_on_the_running_interpreter(tiny_model_di
 
     server.process.stop()
     assert server.process.ended() == "stopped"
+
+
+def test_launch_native_server_with_a_token_wants_it_from_everybody(tiny_model_dir: str, tmp_path: Path) -> None:
+    order = LaunchOrder("native", NativeConfig(max_seq_len=32), tiny_model_dir, tmp_path / "log", dtype="float32")
+
+    server = launch_server(order, NativeProtocol("secret"))
+    try:
+        file = Path(server.process.command[server.process.command.index("--token-file") + 1])
+
+        check_external(server.address, NativeProtocol("secret"), 30.0)
+        with pytest.raises(UnfitServerError, match="401"):
+            check_external(server.address, NativeProtocol(), 30.0)
+    finally:
+        server.process.stop()
+    assert not file.parent.exists()
+    assert "secret" not in " ".join(server.process.command) + (tmp_path / "log").read_text()
+
+
+def test_launch_native_server_token_is_in_a_file_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def look(self: ServerProcess) -> None:
+        file = Path(self.command[self.command.index("--token-file") + 1])
+        seen.append((file.read_text(), file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777))
+        raise ServerStartError("enough")
+
+    monkeypatch.setattr(ServerProcess, "start", look)
+    with pytest.raises(ServerStartError, match="enough"):
+        launch_server(LaunchOrder("native", NativeConfig(), "/nowhere", tmp_path / "log"), NativeProtocol("secret"))
+
+    assert seen == [("secret", 0o600, 0o700)]
+
+
+def test_launch_vllm_server_with_a_token_is_guarded_by_it(tmp_path: Path) -> None:
+    with temporary_env({"VLLM_API_KEY": "the user's own"}):
+        server = launch_server(order_of(tmp_path, "serve"), VLLMProtocol("secret"))
+    try:
+        text = Path(f"/proc/{server_pids(tmp_path)[0]}/environ").read_bytes().decode()
+    finally:
+        server.process.stop()
+
+    words = server.process.command
+    assert words[words.index("--middleware") + 1] == "areal_token_guard.TokenGuard"
+    assert text.split("\0").count("VLLM_API_KEY=secret") == 1
+    assert "secret" not in " ".join(words)
 
 
 def test_launch_server_environment_keeps_what_the_user_chose_for_vllm(tmp_path: Path) -> None:

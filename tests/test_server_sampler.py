@@ -14,13 +14,16 @@ import pytest
 from areal.api.config.inference import NativeConfig, SGLangConfig, vLLMConfig
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.io_struct import ModelRequest
-from areal.engine.inference.discovery import find_servers, register_server
-from areal.engine.inference.launch import launch_server
+from areal.engine.inference.discovery import find_servers, register_server, server_token, token_file
+from areal.engine.inference.launch import LaunchOrder, launch_server
+from areal.engine.inference.readiness import UnfitServerError
 from areal.engine.inference.rollout_worker import RolloutSetup
 from areal.engine.inference.server_sampler import OwnServerSampler, ServerSetup, sequence_limits, server_sampler
+from areal.engine.native_remote import NativeProtocol
 from areal.engine.sglang_remote import SGLangProtocol
 from areal.engine.vllm_remote import VLLMProtocol
 from areal.infra.launcher.inference_server import ServerStartError
+from areal.infra.rpc.identity import write_token
 from areal.infra.rpc.serialization import decode, encode
 from areal.utils import name_resolve, network
 from areal.utils.environ import temporary_env
@@ -70,6 +73,55 @@ def test_server_sampler_starts_a_server_generates_and_ends_it(tmp_path: Path, mo
     finally:
         sampler.stop()
     assert not any(alive(pid) for pid in server_pids(tmp_path))
+
+
+def test_server_sampler_own_servers_have_a_token_each(tmp_path: Path, model_dir: str) -> None:
+    samplers = [server_sampler(setup_of(tmp_path / name, model_dir)) for name in ("a", "b")]
+    tokens = {sampler.protocol.token for sampler in samplers}
+    for sampler in samplers:
+        sampler.stop()
+
+    assert len(tokens) == 2
+    assert all(token is not None and len(token) >= 32 for token in tokens)
+
+
+def test_server_sampler_external_server_gets_the_token_of_its_file(
+    tmp_path: Path, tiny_model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_LLM_SERVER_TOKEN_FILE", str(tmp_path / "token"))
+    write_token(tmp_path / "token", "secret")
+    order = LaunchOrder("native", NativeConfig(max_seq_len=32), tiny_model_dir, tmp_path / "log", dtype="float32")
+    running = launch_server(order, NativeProtocol("secret"))
+    try:
+        given = {"backend": "native", "section": NativeConfig(max_seq_len=32), "addresses": [running.address]}
+        setup = setup_of(tmp_path, tiny_model_dir)
+        setup.arguments["server"] = ServerSetup(**given, token_file=token_file())
+        sampler = server_sampler(setup)
+        tokens = generate(sampler, 3).output_tokens
+        sampler.stop()
+
+        assert len(tokens) == 3
+        setup.arguments["server"] = ServerSetup(**given)
+        with pytest.raises(UnfitServerError, match="401"):
+            server_sampler(setup)
+    finally:
+        running.process.stop()
+
+
+def test_server_token_without_a_file_is_new_and_an_unreadable_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AREAL_LLM_SERVER_TOKEN_FILE", raising=False)
+    assert token_file() == ""
+    assert server_token() != server_token()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AREAL_LLM_SERVER_TOKEN_FILE", "there")
+
+    with pytest.raises(ConfigError, match=f"AREAL_LLM_SERVER_TOKEN_FILE: token file '{tmp_path}/there' cannot be read"):
+        server_token()
+
+    write_token("there", "secret")
+    assert (token_file(), server_token()) == (f"{tmp_path}/there", "secret")
 
 
 def test_server_sampler_whose_server_dies_tells_its_worker(tmp_path: Path, model_dir: str) -> None:
@@ -159,6 +211,16 @@ def test_find_servers_given_ones_win_over_registered_and_environment() -> None:
             name_resolve.reset()
     with temporary_env({"AREAL_LLM_SERVER_ADDRS": None}):
         assert find_servers(None, "found", "trial", wait_s=0.0) == []
+
+
+def test_register_server_entry_of_a_killed_process_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives: list[float | None] = []
+    monkeypatch.setattr(name_resolve, "add_subentry", lambda *_, keepalive_ttl=None: lives.append(keepalive_ttl))
+
+    register_server("found", "trial", "h:2")
+
+    assert lives[0] is not None
+    assert lives[0] <= 60
 
 
 def test_find_servers_bad_address_names_where_it_stands() -> None:

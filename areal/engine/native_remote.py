@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, XcclSource
 from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.inference.discovery import server_token
 from areal.engine.inference.protocol import Capabilities, GenerationPart, ServerCall, ServerProtocol
 from areal.engine.inference.remote_engine import RemoteInfEngine
 from areal.engine.native.wire import read_records, write_manifest
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class NativeProtocol(ServerProtocol):
-    """Requests and replies of the native server.
-
-    Args:
-        token: of the server's ``--token-file``, if it has one.
-    """
+    """Requests and replies of the native server; ``token`` is that of its ``--token-file``."""
 
     name: ClassVar[str] = "native"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -44,12 +41,6 @@ class NativeProtocol(ServerProtocol):
         refusals={"use_beam_search": "a beam has no log-probs of sampling, so no backend offers it; set it to false"},
     )
     endpoints: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, token: str | None = None) -> None:
-        self._token = token
-
-    def headers(self) -> dict[str, str]:
-        return {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
 
     def health(self) -> ServerCall:
         """Answers while paused, too."""
@@ -128,4 +119,4 @@ class RemoteNativeEngine(RemoteInfEngine):
     backend_name: ClassVar[str] = "native"
 
     def __init__(self, config: InferenceEngineConfig, *, token: str | None = None, **options: Any) -> None:
-        super().__init__(config, NativeProtocol(token), **options)
+        super().__init__(config, NativeProtocol(token or server_token()), **options)

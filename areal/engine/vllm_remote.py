@@ -21,6 +21,7 @@ from areal.api.config.rollout import GenerationHyperparameters
 from areal.engine.core.shared_weights import WeightManifest
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, XcclSource
 from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.inference.discovery import server_token
 from areal.engine.inference.protocol import Capabilities, GenerationPart, ReplyError, ServerCall, ServerProtocol
 from areal.engine.inference.remote_engine import RemoteInfEngine
 from areal.engine.native.requests import InvalidRequestError
@@ -118,7 +119,7 @@ class VLLMProtocol(ServerProtocol):
 
     def join_group(self, group: WeightGroup) -> list[ServerCall]:
         """Every worker joins, as the rank of the group plus its own."""
-        names = ("name", "host", "port", "rank", "world_size", "backend", "timeout_s")
+        names = ("name", "host", "port", "rank", "world_size", "backend", "stage", "timeout_s")
         return [self._rpc("areal_join", group.timeout_s, group={name: getattr(group, name) for name in names})]
 
     def leave_group(self, group: WeightGroup) -> list[ServerCall]:
@@ -185,7 +186,7 @@ class RemotevLLMEngine(RemoteInfEngine):
     backend_name: ClassVar[str] = "vllm"
 
     def __init__(self, config: InferenceEngineConfig, **options: Any) -> None:
-        super().__init__(config, VLLMProtocol(), **options)
+        super().__init__(config, VLLMProtocol(server_token()), **options)
 
 
 def _sampling_params(gconfig: GenerationHyperparameters, seed: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from areal.api.alloc_mode import ModelAllocation
 from areal.engine.core.weight_transfer import TransferSettings
 from areal.engine.inference.backends import protocol_class
-from areal.engine.inference.discovery import find_servers
+from areal.engine.inference.discovery import find_servers, token_file
 from areal.engine.inference.request_parts import check_settings
 from areal.engine.inference.rollout_worker import NATIVE_SAMPLER, RolloutSetup
 from areal.engine.native.requests import InvalidRequestError
@@ -195,6 +195,7 @@ def _server_arguments(config: PPOConfig, layout: RolloutLayout) -> dict[str, Any
             tensor=layout.tensor,
             pipeline=layout.pipeline,
             addresses=list(layout.addresses),
+            token_file=token_file() if layout.addresses else "",
             log_dir=str(get_log_path(config.cluster.fileroot, config.experiment_name, config.trial_name)),
             replicas=layout.replicas,
         )

@@ -5,7 +5,8 @@
                                   └─ port taken ┘
 
 In: a :class:`LaunchOrder`. Out: an address and the process behind it, or an error with the end of the server's log.
-The server listens on loopback and ends with this process. Called by ``server_sampler`` and by remote engines.
+The server listens on loopback, wants the protocol's token where it can, and ends with this process. Called by
+``server_sampler`` and by remote engines.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from areal.api.config.server_args import (
 from areal.engine.inference.readiness import wait_until_ready
 from areal.engine.inference.server_env import inspect_environment
 from areal.infra.launcher.inference_server import ServerProcess, ServerStartError, server_environment
+from areal.infra.rpc.identity import write_token
 from areal.infra.scheduler.launch import python_path
 from areal.utils import environ, logging, network
 
@@ -48,6 +51,7 @@ _PORT_TRIES = 5
 _FAILED_GRACE_S = 2.0
 _PORT_TAKEN = ("address already in use", "eaddrinuse")
 _ENGINE = Path(__file__).resolve().parent.parent
+_GUARD = "areal_token_guard.TokenGuard"
 _SHIM = Path(__file__).resolve().parent / "sglang_shim"
 
 
@@ -105,14 +109,20 @@ def launch_server(order: LaunchOrder, protocol: ServerProtocol) -> RunningServer
     Raises:
         ServerStartError: it ended, was not ready in time or is unfit; nothing of it is left.
     """
+    with tempfile.TemporaryDirectory(prefix="areal-server-") as private:  # only this user can look into it
+        return _launch(order, protocol, private)
+
+
+def _launch(order: LaunchOrder, protocol: ServerProtocol, private: str) -> RunningServer:
     deadline = time.monotonic() + order.timeout_s
     installed = inspect_environment(order.backend, getattr(order.section, "python", ""))
     if installed.remark:
         _log_once(installed.remark)
+    guard = _guard(order.backend, protocol.token, private) if protocol.token else ServerFlags({})
     tries = 0
     while True:
         port, hold = reserve_port()
-        process = _process(order, installed, port, hold)
+        process = _process(order, installed, port, hold, guard)
         try:
             process.start()
             address = network.format_hostport(HOST, port)
@@ -165,7 +175,23 @@ def _port_was_taken(process: ServerProcess) -> bool:
     return any(sign in text for sign in _PORT_TAKEN)
 
 
-def _process(order: LaunchOrder, installed: ServerEnvironment, port: int, hold: socket.socket) -> ServerProcess:
+def _guard(backend: str, token: str, private: str) -> ServerFlags:
+    """What has a server refuse who does not know ``token``, which no command line shows.
+
+    Nothing for SGLang: it takes a key in its arguments only, and writes all of them into its log.
+    """
+    if backend == "native":
+        path = Path(private) / "token"
+        write_token(path, token)
+        return ServerFlags({"token_file": str(path)})
+    if backend == "vllm":
+        return ServerFlags({"middleware": _GUARD}, {"VLLM_API_KEY": token})
+    return ServerFlags({})
+
+
+def _process(
+    order: LaunchOrder, installed: ServerEnvironment, port: int, hold: socket.socket, guard: ServerFlags
+) -> ServerProcess:
     place = ServerPlace(
         host=HOST,
         port=port,
@@ -189,9 +215,10 @@ def _process(order: LaunchOrder, installed: ServerEnvironment, port: int, hold: 
         "PYTHONSAFEPATH": "1",  # the working directory may hold folders named like the server's packages
         "PYTHONPATH": import_path(order.backend, installed.device),
         **_without_chosen(flags.env),
+        **guard.env,
         **order.env,
     }
-    words = command(installed.python, module, flags.args)
+    words = command(installed.python, module, flags.args | guard.args)
     environment = server_environment(env)
     return ServerProcess(words, env=environment, log_path=order.log_path, name=order.name, hold=hold)
 

@@ -16,6 +16,7 @@ from areal.utils.errors import EngineError
 if TYPE_CHECKING:
     from areal.api.config.rollout import GenerationHyperparameters
     from areal.api.io_struct import ModelRequest, StopReason
+    from areal.engine.core.weight_heads import ServerHeads
     from areal.engine.core.weight_sources import WeightGroup, WeightSource
     from areal.engine.core.weight_sync import ParamRecord
 
@@ -83,11 +84,18 @@ class Capabilities:
 
 
 class ServerHooks:
-    """What a kind of server may add to the contract; the defaults suit one that needs nothing of it."""
+    """What a kind of server may add to the contract; the defaults suit one that needs nothing of it.
+
+    Args:
+        token: of the servers; None: they want none.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
 
     def headers(self) -> dict[str, str]:
-        """Sent with every call, such as a bearer token."""
-        return {}
+        """Sent with every call: the bearer token, if there is one."""
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     def check(self, gconfig: GenerationHyperparameters) -> None:
         """Refuse values that the server would bend in silence; asked at start-up and before anything is sent.
@@ -108,6 +116,20 @@ class ServerHooks:
             WeightSyncError: one of them says that it failed.
         """
         return
+
+    def heads(self, shapes: Mapping[str, Sequence[int]]) -> list[ServerCall]:
+        """Calls that ask a server that keeps no records what tensors begin with, by name and shape; empty: it does not
+        tell. A refusal of any of them means the same.
+        """
+        return []
+
+    def read_heads(self, names: Sequence[str], replies: Sequence[Any]) -> ServerHeads:
+        """Read the replies to the calls of :meth:`heads`, all of which were answered.
+
+        Raises:
+            ReplyError: one of them makes no sense.
+        """
+        raise NotImplementedError
 
     def harmed(self, source: WeightSource, error: BaseException) -> bool:
         """Whether a server may hold a mix of versions after a call of :meth:`stage` failed with ``error``."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.config.server_args import model_limit, model_vocabulary, unwritten_fields
 from areal.engine.inference.backends import protocol_class
-from areal.engine.inference.discovery import find_servers
+from areal.engine.inference.discovery import find_servers, server_token
 from areal.engine.inference.launch import LaunchOrder, RunningServer, launch_server, read_model
 from areal.engine.inference.readiness import check_external
 from areal.engine.inference.remote import RemoteSampler
@@ -39,6 +39,7 @@ class ServerSetup:
         section: its config section.
         tensor, pipeline: devices of one server, along each.
         addresses: of all external servers; empty: each worker starts one.
+        token_file: with the token that external servers want; empty: they want none.
         log_dir: where logs of servers go.
         replicas: rollout workers; each takes its share of the addresses.
         unwritten: fields of the section that nobody wrote; read from the section, whose marks do not travel.
@@ -49,6 +50,7 @@ class ServerSetup:
     tensor: int = 1
     pipeline: int = 1
     addresses: list[str] = field(default_factory=list)
+    token_file: str = ""
     log_dir: str = ""
     replicas: int = 1
     unwritten: list[str] | None = None
@@ -79,12 +81,12 @@ def server_sampler(setup: RolloutSetup) -> RemoteSampler:
     Raises:
         ServerStartError: its server could not be started.
         UnfitServerError, ServerUnavailableError: an external server cannot be used.
-        ConfigError: there are fewer external servers than workers.
+        ConfigError: there are fewer external servers than workers, or the file with their token cannot be read.
     """
     from areal.utils.hf_utils import load_hf_tokenizer
 
     server: ServerSetup = setup.arguments["server"]
-    config, protocol = setup.rollout, protocol_class(server.backend)()
+    config, protocol = setup.rollout, protocol_class(server.backend)(server_token(server.token_file))
     tokenizer = load_hf_tokenizer(setup.tokenizer_path or setup.model_path)
     limits = sequence_limits(server, setup.model_path, tokenizer)
     options = {"tokenizer": tokenizer, "ranks_per_server": server.tensor * server.pipeline}

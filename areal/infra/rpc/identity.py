@@ -73,8 +73,8 @@ def read_token(path: str | os.PathLike[str]) -> str:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(
-            f"token file {os.fspath(path)!r} cannot be read ({exc}); start workers by a scheduler"
+            f"token file {os.fspath(path)!r} cannot be read ({exc}); only the user it was written for can read it"
         ) from exc
     if not token:
-        raise ConfigError(f"token file {os.fspath(path)!r} is empty; start workers by a scheduler")
+        raise ConfigError(f"token file {os.fspath(path)!r} is empty; write the token into it")
     return token
