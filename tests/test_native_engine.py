@@ -244,6 +244,45 @@ def test_worker_failure_reaches_every_future_and_later_calls(model: object) -> N
             engine.pause()
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_worker_failure_is_told_once_before_the_callers_hear_of_it(model: object, idle: bool) -> None:
+    def explode(*_: object) -> None:
+        raise MemoryError("cache of step 3")
+
+    told: list[BaseException] = []
+    with running(model) as engine:
+        engine.on_failure = lambda error: told.append(error)
+        engine._scheduler.model.decode = explode  # type: ignore[method-assign]
+        if idle:
+            with pytest.raises(MemoryError):
+                engine._worker.call(explode)
+        else:
+            heard: list[int] = []
+            future = engine.submit(request([5], max_new_tokens=9))
+            future.add_done_callback(lambda _: heard.append(len(told)))
+            with pytest.raises(MemoryError):
+                future.result(30)
+            assert heard == [1]
+        with pytest.raises(MemoryError):
+            engine.submit(request([5]))
+    assert told == [engine.failure]
+
+
+def test_worker_failure_whose_listener_fails_still_reaches_the_callers(model: object) -> None:
+    def explode(*_: object) -> None:
+        raise MemoryError("cache of step 3")
+
+    def listen(_: BaseException) -> None:
+        raise KeyError("nobody")
+
+    with running(model) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("threading.excepthook", lambda _: None)
+        engine.on_failure = listen
+        engine._scheduler.model.decode = explode  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            engine.submit(request([5], max_new_tokens=9)).result(20)
+
+
 @pytest.mark.asyncio
 async def test_agenerate_serves_many_tasks_and_cancellation_aborts(model: object) -> None:
     with running(model) as engine:

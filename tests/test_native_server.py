@@ -195,6 +195,17 @@ async def test_engine_that_dies_is_told_and_seen_in_health(server: Server, monke
     await server.post("/generate", body_of(PROMPT, {}), status=500)
 
 
+async def test_engine_that_dies_of_something_else_than_a_request_is_seen_in_health(server: Server) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await asyncio.to_thread(server.engine._worker.call, fail)
+
+    async with server.client.get("/health") as response:
+        assert (response.status, "out of memory" in (await response.json())["message"]) == (503, True)
+
+
 # -- pause, abort ------------------------------------------------------------------------------------------------------
 
 

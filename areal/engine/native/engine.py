@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,10 @@ class NativeEngine(SourceReceiver):
         tokenizer: used for stop strings of requests that bring none, and for its eos id.
         dtype: overrides ``config.dtype``; default: the model's.
         device: default: the GPU if there is one, else the CPU.
+
+    Attributes:
+        on_failure: told once, on the worker thread, when that thread has failed; must not block. Who sets it late
+            looks at ``failure`` too.
     """
 
     def __init__(
@@ -81,7 +85,12 @@ class NativeEngine(SourceReceiver):
             cache = SlotCache(spec, dtype, device, max_slots=config.max_running_requests, max_capacity=longest)
             lm = CausalLM(spec, longest, device, dtype)
             self._scheduler = Scheduler(config, lm, weights, cache, self._stats)
-        self._worker = Worker(self._scheduler, config.num_threads)
+        self.on_failure: Callable[[BaseException], None] | None = None
+        self._worker = Worker(
+            self._scheduler,
+            config.num_threads,
+            lambda error: None if self.on_failure is None else self.on_failure(error),
+        )
         self._staging = threading.RLock()
         self._staged: int | None = None  # version in the spare buffer, complete but not committed
 

@@ -64,7 +64,7 @@ class NativeServer:
         max_body_bytes: of one request.
 
     Attributes:
-        failed: set when the engine has died, of ``failure``.
+        failed: set when the engine has died, of ``failure``, whoever used it then.
     """
 
     def __init__(self, engine: NativeEngine, model_path: str, token: str | None, max_body_bytes: int) -> None:
@@ -75,6 +75,8 @@ class NativeServer:
         self.failure: BaseException | None = None
         self._live: set[asyncio.Future[ModelResponse]] = set()
         self._pausing = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        engine.on_failure = self._hear
         self.app = web.Application(middlewares=[self._guard], client_max_size=max_body_bytes)
         routes: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "/generate": self._generate,
@@ -113,6 +115,14 @@ class NativeServer:
             logger.error(f"{request.method} {request.path} failed", exc_info=exc)
             return _error(500, f"{type(exc).__name__}: {exc}")
 
+    def _hear(self, error: BaseException) -> None:
+        """On the engine's thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = error
+        self.failed.set()
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def _generate(self, body: dict[str, Any]) -> Any:
@@ -146,12 +156,7 @@ class NativeServer:
             future.exception()  # taken, or asyncio would report it
 
     async def _reply(self, request: ModelRequest, future: asyncio.Future[ModelResponse], logprobs: bool) -> Any:
-        try:
-            response = await asyncio.shield(future)
-        except Exception as exc:  # a request that was accepted fails only with the engine
-            self.failure = self.failure or exc
-            self.failed.set()
-            raise
+        response = await asyncio.shield(future)
         return wire.write_reply(request, response, self.engine.get_version(), self.engine.tokenizer, logprobs)
 
     async def _abort(self, body: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ The worker alone touches scheduler, cache and current weights. Between two steps
 
     stopped --start--> running <--pause / resume--> paused       (frozen between two steps; calls still run)
                           |
-                          +-- exception --> failed               (every pending and later call raises it)
+                          +-- exception --> failed               (the owner is told; pending and later calls raise it)
 
 Owned by ``engine``.
 """
@@ -33,10 +33,13 @@ class Worker:
     Args:
         scheduler: touched by the worker thread only, once it runs.
         num_threads: CPU threads of tensor operations; None leaves torch's setting.
+        on_failure: told once, on the thread, what it died of, before the pending calls raise it.
     """
 
-    def __init__(self, scheduler: Scheduler, num_threads: int | None) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, scheduler: Scheduler, num_threads: int | None, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._scheduler, self._on_failure = scheduler, on_failure
         self._num_threads = num_threads
         self._wake = threading.Condition()
         self._inbox: list[Sequence] = []
@@ -193,6 +196,9 @@ class Worker:
             pending = list(self._live.values())
             calls, self._calls = self._calls, []
             self._wake.notify_all()
-        for future in [s.future for s in pending] + [f for _, f in calls]:
-            if not future.done():
-                future.set_exception(exc)
+        try:
+            self._on_failure(exc)
+        finally:
+            for future in [s.future for s in pending] + [f for _, f in calls]:
+                if not future.done():
+                    future.set_exception(exc)
