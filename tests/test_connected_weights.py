@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
+from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.engine.native_remote import RemoteNativeEngine
 from areal.utils.errors import ConfigError, UnsupportedFeatureError, WeightSyncError
@@ -118,6 +121,37 @@ def test_update_weights_that_fails_old_version_serves_and_the_next_one_arrives(
         actor.train_batch(batch(), loss_fn, weight_fn)
         update(actor, rollout, meta, 2)
         assert_serves(actor, rollout, 2)
+
+
+@pytest.mark.parametrize("kind", ["disk", "xccl"])
+def test_update_weights_that_arrive_damaged_are_never_put_into_service(
+    kind: str, servers: list[ExternalServer], policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with script(servers, policy) as (actor, rollout):
+        meta = meta_of(kind, tmp_path)
+        actor.connect_engine(rollout, meta)
+        update(actor, rollout, meta, 1)
+        sender = actor._connected_weights._sender
+        way = {"disk": "write_directory", "xccl": "send"}[kind]
+        monkeypatch.setattr(sender, way, _other_norm(getattr(sender, way)))
+        with pytest.raises(WeightSyncError, match=r"v2: model\.norm\.weight was sent as"):
+            actor.update_weights(meta.with_version(2))
+        assert_serves(actor, rollout, 1)
+        monkeypatch.undo()
+        update(actor, rollout, meta, 2)
+        assert_serves(actor, rollout, 2)
+
+
+def _other_norm(send: Callable[..., list[ParamRecord]]) -> Callable[..., list[ParamRecord]]:
+    """``send``, whose records say something else of one tensor than what arrives."""
+
+    def lying(*args: Any) -> list[ParamRecord]:
+        found = {record.name: record for record in send(*args)}
+        norm = found["model.norm.weight"]
+        found[norm.name] = dataclasses.replace(norm, checksum=norm.checksum + 1)
+        return list(found.values())
+
+    return lying
 
 
 def test_initialize_server_that_a_killed_run_left_paused_generates(servers: list[ExternalServer], policy: str) -> None:

@@ -181,6 +181,31 @@ def test_pause_request_that_arrives_after_it_is_called_back_and_not_lost(deaf: b
     assert server.calls("/abort")[0] == {"rid": server.calls()[0]["rid"]}
 
 
+def test_pause_aborted_replies_that_trickle_in_keep_their_tokens() -> None:
+    server = FakeServer(token_s=0.005)
+    waits = quick_waits(straggler_s=0.05, give_up_s=2.0)
+    with sampling(server, protocol=FakeProtocol(keeps=False), waits=waits) as sampler:
+        futures = [begin(sampler, ask([5, i], rid=str(i), max_new_tokens=400)) for i in range(2, 12)]
+        server.wait_for(lambda s: len(s.jobs) == 10 and all(len(job.tokens) > 3 for job in list(s.jobs.values())))
+        server.answer_s.extend(0.3 * (i + 1) for i in range(10))  # the last one long after one wait for all
+        update(sampler, 1)
+        server.token_s = 0.0
+        responses = [future.result(30) for future in futures]
+    assert [sorted(set(response.output_versions)) for response in responses] == [[0, 1]] * 10
+    assert len(server.calls()) == 20
+
+
+def test_pause_aborted_reply_that_never_comes_is_sent_again() -> None:
+    server = FakeServer(token_s=0.005)
+    with sampling(server, protocol=FakeProtocol(keeps=False)) as sampler:
+        future = begin(sampler, ask(max_new_tokens=400))
+        server.wait_for(lambda s: drawn(s, 3))
+        server.answer_s.append(3600.0)
+        update(sampler, 1)
+        server.token_s = 0.0
+        assert set(future.result(30).output_versions) == {1}
+
+
 def test_update_storm_request_makes_progress() -> None:
     server = FakeServer(token_s=0.04)
     done = threading.Event()

@@ -103,6 +103,47 @@ def test_stage_stalled_server_ends_at_the_limit_of_the_call() -> None:
         sampler.stage_source(DISK, 1)
 
 
+@pytest.mark.parametrize("path", ["/stage", "/commit", "/discard"])
+def test_update_stalled_server_ends_at_the_limit_of_the_update(path: str) -> None:
+    server = FakeServer()
+    server.fail_next(Fault("stall"), Fault("stall"), path=path)
+    with sampling(server, config=remote_config(request_timeout=3600.0)) as sampler:
+        step = {
+            "/stage": lambda: None,
+            "/commit": lambda: sampler.commit_weights(1),
+            "/discard": sampler.discard_weights,
+        }
+
+        def whole() -> None:
+            sampler.stage_source(DiskSource(1, "/nowhere", timeout_s=1.0), 1)
+            step[path]()
+
+        with pytest.raises(WeightSyncError, match=r"actor.weight_update_timeout_s"):
+            whole()
+        assert (sampler.failure is not None) == (path == "/commit")
+
+
+def test_stage_server_that_fails_again_and_again_ends_at_the_limit_of_the_update() -> None:
+    server = FakeServer()
+    server.fail_next(*[Fault("status", 503)] * 1000, path="/stage")
+    protocol = FakeProtocol()
+    protocol.stage_once = False
+    with (
+        sampling(server, protocol=protocol, config=remote_config(request_retries=1000)) as sampler,
+        pytest.raises(WeightSyncError, match="actor.weight_update_timeout_s"),
+    ):
+        sampler.stage_source(DiskSource(1, "/nowhere", timeout_s=1.0), 1)
+
+
+def test_stage_slow_server_gets_the_limit_of_the_update_not_that_of_a_request() -> None:
+    server = FakeServer()
+    server.reply_to("/stage", lambda _: time.sleep(1.0) or {"records": []})
+    protocol = FakeProtocol()
+    protocol.stage_s = None
+    with sampling(server, protocol=protocol, config=remote_config(request_timeout=0.5)) as sampler:
+        assert sampler.stage_source(DiskSource(1, "/nowhere", timeout_s=60.0), 1) == []
+
+
 @pytest.mark.parametrize("by_status", [True, False])
 def test_commit_that_fails_leaves_versions_in_doubt_and_fails_the_sampler(by_status: bool) -> None:
     servers = [FakeServer(), FakeServer()]

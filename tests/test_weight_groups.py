@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +20,16 @@ from torch import Tensor
 from areal.api.io_struct import ParamSpec
 from areal.engine.core.weight_groups import (
     _LOST,
-    ALONE_FROM,
     Membership,
     Memberships,
     WeightGroupLostError,
     enter_group,
-    make_buckets,
     open_store,
-    receive_buckets,
-    send_buckets,
 )
 from areal.engine.core.weight_sender import WeightSender
 from areal.engine.core.weight_sources import WeightGroup
 from areal.engine.core.weight_sync import ParamRecord, compare_records
+from areal.engine.core.weight_wire import ALONE_FROM, make_buckets, receive_buckets, send_buckets
 from areal.utils.errors import WeightSyncError
 from tests.vector_files import load_vector
 
@@ -288,6 +287,33 @@ def test_memberships_new_group_of_a_stage_replaces_the_old_one() -> None:
     inbox.leave("never joined")
     for member in members:
         member.abort()
+
+
+_LEAVES_AND_EXITS = """
+import atexit, os, signal, time
+from dataclasses import replace
+import torch
+from areal.engine.core.weight_groups import enter_group, open_store
+from areal.engine.core.weight_sources import WeightGroup
+
+told, tell = os.pipe()
+other = os.fork()
+if other == 0:  # joins and never receives
+    member = enter_group(WeightGroup("g", "127.0.0.1", int(os.read(told, 10)), 2, rank=1, timeout_s=60.0))
+    signal.pause()
+store = open_store("127.0.0.1", 60.0)
+os.write(tell, str(store.port).encode())
+member = enter_group(WeightGroup("g", "127.0.0.1", store.port, 2, timeout_s=60.0), store)
+work = member.broadcast(torch.zeros(64 << 20, dtype=torch.uint8))
+del work
+member.abort()
+atexit.register(os.kill, other, signal.SIGKILL)
+"""
+
+
+def test_abort_process_that_ends_while_the_group_closes_ends_in_order() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVES_AND_EXITS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_make_buckets_vector() -> None:

@@ -98,6 +98,20 @@ def test_update_two_workers_sample_with_the_trainers_weights(runs: Any, mode: st
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_update_receivers_are_told_its_limit(runs: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs(mode)
+    real, limits = run.first.sampler.stage_source, []
+
+    def stage(source: Any, version: int) -> Any:
+        limits.append(source.timeout_s)
+        return real(source, version)
+
+    monkeypatch.setattr(run.first.sampler, "stage_source", stage)
+    run.updater.update(1)
+    assert limits == [20.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "model",
     [
@@ -174,8 +188,8 @@ def test_update_corrupted_bytes_name_worker_and_parameter(runs: Any, mode: str) 
     sampler = run.rollout.workers["rollout/1"].sampler
     original = sampler.stage_weights
 
-    def corrupted(pairs: Any, version: int) -> Any:
-        return original(((n, t + 1.0 if n == "model.norm.weight" else t) for n, t in pairs), version)
+    def corrupted(pairs: Any, version: int, lasting: bool = False) -> Any:
+        return original(((n, t + 1.0 if n == "model.norm.weight" else t) for n, t in pairs), version, lasting)
 
     sampler.stage_weights = corrupted
     with pytest.raises(WeightSyncError) as caught:

@@ -211,6 +211,7 @@ class WeightUpdateMeta:
     peft_config: dict[str, Any] = field(default_factory=dict)
     clear_checkpoint_after_load: bool = True
     version: int | None = None
+    timeout_s: float | None = None  # of each step of the update; None: that of the engine that is asked
 
     def with_version(self, version: int) -> WeightUpdateMeta:
         """A copy for ``version`` (>= 0); a path ends in ``weight_update_v{version}``."""

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal.api.config.rollout import GenerationHyperparameters
+from areal.engine.core.weight_heads import HEAD, ServerHeads
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, XcclSource
 from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.inference.discovery import server_token
 from areal.engine.inference.protocol import Capabilities, GenerationPart, ReplyError, ServerCall, ServerProtocol
 from areal.engine.inference.remote_engine import RemoteInfEngine
 from areal.engine.native.requests import InvalidRequestError
@@ -38,6 +40,7 @@ _SEED_MASK = 2**31 - 1
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _FLUSH_S = 30  # longest wait until SGLang's scheduler is idle, which it is soon after an abort
 _SLACK_S = 30.0
+_SHORT_DTYPES = {"half": "float16", "float": "float32"}
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -122,11 +125,33 @@ class SGLangProtocol(ServerProtocol):
         )
 
     def records(self, replies: Sequence[Any]) -> list[list[ParamRecord]] | None:
-        """SGLang keeps no records; a probe of log-probs takes their place."""
+        """SGLang keeps no records; it is asked what it holds, and a probe of log-probs does the rest."""
         for reply in replies:
             if not isinstance(reply, Mapping) or reply.get("success") is not True:
                 raise WeightSyncError(f"SGLang did not take the weights: {reply!r:.300}")
         return None
+
+    def heads(self, shapes: Mapping[str, Sequence[int]]) -> list[ServerCall]:
+        """Its dtype, then the first values of each tensor; of a matrix SGLang gives whole rows.
+
+        Only some of its model classes can be asked (Llama and what derives from it): the others refuse.
+        """
+        calls = [ServerCall("GET", "/server_info")]
+        for name, shape in shapes.items():
+            body = {"name": name, "truncate_size": HEAD if len(shape) < 2 else 1}
+            calls.append(ServerCall("POST", "/get_weights_by_name", body))
+        return calls
+
+    def read_heads(self, names: Sequence[str], replies: Sequence[Any]) -> ServerHeads:
+        """Quantized weights are none that anybody sent: nothing is said about them."""
+        info, *tables = replies
+        if not isinstance(info, Mapping):
+            raise ReplyError(f"SGLang: /server_info is {info!r:.200}, not an object")
+        if info.get("quantization"):
+            return ServerHeads("", {})
+        dtype = str(info.get("dtype"))
+        values = {name: _first_values(name, table) for name, table in zip(names, tables, strict=True)}
+        return ServerHeads(_SHORT_DTYPES.get(dtype, dtype), values)
 
     def harmed(self, source: WeightSource, error: BaseException) -> bool:
         """Buckets are applied one by one, and a directory that fails half-way is rolled back from itself."""
@@ -152,7 +177,7 @@ class RemoteSGLangEngine(RemoteInfEngine):
     backend_name: ClassVar[str] = "sglang"
 
     def __init__(self, config: InferenceEngineConfig, **options: Any) -> None:
-        super().__init__(config, SGLangProtocol(), **options)
+        super().__init__(config, SGLangProtocol(server_token()), **options)
 
 
 def _once(path: str, body: dict[str, Any] | None, timeout_s: float | None) -> ServerCall:
@@ -170,6 +195,15 @@ def _bucket_call(source: XcclSource, number: int) -> ServerCall:
         "abort_all_requests": False,
     }
     return _once("/update_weights_from_distributed", body, group.timeout_s)
+
+
+def _first_values(name: str, table: Any) -> tuple[float, ...]:
+    """Of rows, or rows of every data-parallel rank, or the values themselves."""
+    while isinstance(table, list) and table and isinstance(table[0], list):
+        table = table[0]
+    if not isinstance(table, list) or not all(type(value) is float for value in table):
+        raise ReplyError(f"SGLang: {name} is {table!r:.200}, not a list of finite numbers")
+    return tuple(table[:HEAD])
 
 
 def _check_directory(source: DiskSource) -> None:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from areal.engine.core.shared_weights import WeightManifest, WeightWriter, any_rank, read_weights
+from areal.engine.core.shared_weights import SharedParam, WeightManifest, WeightWriter, any_rank, read_weights
 from areal.engine.core.weight_sync import compare_records
 from areal.infra.rpc.rtensor import local_store
 from areal.utils.errors import WeightSyncError
@@ -87,6 +88,28 @@ def test_read_weights_in_another_process_sees_the_same_bytes(writer: WeightWrite
     path = f"/proc/{manifest.pid}/fd/{manifest.fd}"
     seen = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert int(seen.stdout) == int(local_store().get(manifest.shard).sum(dtype=torch.int64))
+
+
+def test_read_weights_of_the_next_writer_lets_go_of_those_of_a_dead_one(writer: WeightWriter) -> None:
+    manifest = writer.write(model(1), version=1)
+    code = (
+        "import os; fd = os.memfd_create('dead'); os.truncate(fd, 1 << 20); print(fd, os.fstat(fd).st_ino, flush=True);"
+        "input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as child:
+        assert child.stdout is not None
+        fd, inode = child.stdout.readline().split()
+        foreign = SharedParam("w", (1 << 18,), "float32", 0, 0)
+        read(replace(manifest, pid=child.pid, fd=int(fd), size_bytes=1 << 20, params=[foreign]))
+        child.kill()
+    assert inode in mapped_inodes()
+    read(manifest)
+    assert inode not in mapped_inodes()
+
+
+def mapped_inodes() -> set[str]:
+    """Of the files that this process maps."""
+    return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines()}
 
 
 def test_close_frees_the_memory(writer: WeightWriter) -> None:

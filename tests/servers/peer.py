@@ -21,9 +21,12 @@ import torch
 from areal.api.config.rollout import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.io_struct import ModelRequest, ModelResponse, ParamSpec
 from areal.engine.core.shared_weights import WeightWriter
-from areal.engine.core.weight_groups import Membership, enter_group, make_buckets, open_store, send_buckets
+from areal.engine.core.weight_groups import Membership, enter_group, open_store
+from areal.engine.core.weight_heads import head_names
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, WeightSource, XcclSource
-from areal.engine.core.weight_sync import ParamRecord, compare_records
+from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.core.weight_transfer import compare_ranks
+from areal.engine.core.weight_wire import make_buckets, send_buckets
 from areal.engine.inference.http_client import ServerHttp
 from areal.engine.inference.protocol import ServerCall, ServerProtocol
 from areal.engine.inference.remote import RemoteSampler
@@ -65,6 +68,13 @@ def save_suite_model(path: Path, seed: int, tied: bool) -> str:
 def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
     """What a trainer publishes: every parameter once, a tied head left out."""
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def records_of(model: Any) -> list[ParamRecord]:
+    """What it says of them."""
+    pairs = named_weights(model)
+    shown = head_names({name: tensor.shape for name, tensor in pairs})
+    return [ParamRecord.of(name, tensor, head=name in shown) for name, tensor in pairs]
 
 
 class Peer:
@@ -189,7 +199,7 @@ class Peer:
         """Bring the server to ``model`` by ``mode``, as the trainer's side does, and check the records."""
         self.models[version] = model
         pairs = named_weights(model)
-        sent = [ParamRecord.of(name, tensor) for name, tensor in pairs]
+        sent = records_of(model)
         try:
             with self._source(mode, version, model, pairs) as source:
                 self._transfer(source, version, sent)
@@ -201,8 +211,7 @@ class Peer:
         while_paused = self.protocol.name != "native"  # servers receive when paused
         with self.paused() if while_paused else contextlib.nullcontext():
             received = self.sampler.stage_source(source, version)
-            for records in received or ():
-                compare_records(sent, records, version)
+            compare_ranks(sent, received, version, self.address)
             with self.paused():
                 self.sampler.commit_weights(version)
 
@@ -212,7 +221,7 @@ class Peer:
         if mode == "disk":
             path = str(self.directory / f"v{version}")
             model.save_pretrained(path)
-            return _Sending(DiskSource(version, path, [ParamRecord.of(name, tensor) for name, tensor in pairs]))
+            return _Sending(DiskSource(version, path, records_of(model)))
         sender = Broadcast(self, version, pairs)
         return _Sending(sender.source, sender)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import socket
@@ -22,12 +23,14 @@ from torch import Tensor
 
 import areal.engine.vllm_ext
 from areal.api.io_struct import ParamSpec
-from areal.engine.core import weight_groups
+from areal.engine.core import weight_groups, weight_wire
 from areal.engine.core.shared_weights import WeightWriter
-from areal.engine.core.weight_groups import Membership, enter_group, make_buckets, open_store, send_buckets
+from areal.engine.core.weight_groups import Membership, enter_group, open_store
 from areal.engine.core.weight_sources import WeightGroup, XcclSource
 from areal.engine.core.weight_sync import ParamRecord, checksum
+from areal.engine.core.weight_wire import make_buckets, send_buckets
 from areal.engine.vllm_ext import vllm_worker_extension as extension
+from areal.engine.vllm_ext.areal_token_guard import TokenGuard
 from areal.engine.vllm_remote import VLLMProtocol
 from areal.utils.errors import WeightSyncError
 from tests.fakes import tiny_model
@@ -249,9 +252,11 @@ def test_commit_that_fails_half_way_ends_the_server(
 class Group:
     """Rank 0, and workers that have joined."""
 
-    def __init__(self, workers: list[FakeWorker], timeout_s: float = 20.0) -> None:
+    def __init__(self, workers: list[FakeWorker], timeout_s: float = 20.0, *, name: str = "g", stage: int = 0) -> None:
         store = open_store("127.0.0.1", timeout_s)
-        self.group = WeightGroup("g", "127.0.0.1", store.port, 1 + len(workers), rank=1, timeout_s=timeout_s)
+        self.group = WeightGroup(
+            name, "127.0.0.1", store.port, 1 + len(workers), rank=1, stage=stage, timeout_s=timeout_s
+        )
         self.threads = ThreadPoolExecutor(8)
         joins = [self.threads.submit(rpc, worker, PROTOCOL.join_group(self.group)) for worker in workers]
         self.member: Membership = enter_group(dataclasses.replace(self.group, rank=0), store)
@@ -273,7 +278,12 @@ class Group:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20, 1 << 30])
-def test_stage_xccl_receives_what_the_trainer_sends(directory: Path, tmp_path: Path, bucket_bytes: int) -> None:
+@pytest.mark.parametrize("alone_bytes", [weight_wire.ALONE_FROM, 1 << 20])
+def test_stage_xccl_receives_what_the_trainer_sends(
+    directory: Path, tmp_path: Path, bucket_bytes: int, alone_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_wire, "ALONE_FROM", alone_bytes)
+    monkeypatch.setattr(extension, "ALONE_BYTES", alone_bytes)
     empty = tmp_path / "no-checkpoint"
     workers = [FakeWorker(tiny_model(seed=0), empty, rank) for rank in (0, 1)]
     group = Group(workers)
@@ -309,9 +319,67 @@ def test_stage_xccl_group_that_another_rank_gives_up_ends_before_the_limit(worke
     assert time.monotonic() - began < 10
 
 
+class FakeNccl:
+    """A process group whose broadcasts end when it is aborted, as if they had succeeded."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self) -> None:
+        if not self.aborted.wait(10):
+            raise TimeoutError("nobody aborted the broadcast")
+
+
+@pytest.mark.parametrize("how", ["a rank tells", "rank 0 ends"])
+def test_stage_xccl_nccl_group_that_is_given_up_is_aborted(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(extension, "LOOK_S", 0.02)
+    stores = [open_store("127.0.0.1", 20.0)]
+    client = extension.c10d.TCPStore("127.0.0.1", stores[0].port, is_master=False, wait_for_workers=False)
+    group = extension.Group(FakeNccl(), "nccl", extension.c10d.PrefixStore("g", client))
+    extension._state(worker).groups["g"] = group
+    if how == "a rank tells":
+        extension.c10d.PrefixStore("g", stores[0]).set(extension.LOST, "1")
+    else:
+        stores.clear()
+
+    answer = worker.areal_stage_xccl(version=1, group="g", buckets=[[("p", [4], "float32")]])
+
+    assert "given up by a rank" in answer["error"]
+    assert group.process_group.aborted.is_set()
+    assert not worker.areal_leave(name="g")["left"]
+    assert "error" in worker.areal_commit(version=1)
+
+
+def test_watched_nccl_group_that_nobody_gives_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Semaphore(0)
+    monkeypatch.setattr(extension, "LOOK_S", 0.01)
+    group = extension.Group(FakeNccl(), "nccl", SimpleNamespace(check=lambda keys: looked.release()))
+
+    with group.watched():
+        assert all(looked.acquire(timeout=10) for _ in range(3))
+
+    assert not group.process_group.aborted.is_set()
+    assert not [thread for thread in threading.enumerate() if "(_watch)" in thread.name]
+
+
 def test_wire_of_groups_is_the_one_of_the_trainer() -> None:
-    ours = (weight_groups.ALONE_FROM, weight_groups.ALIGNMENT, weight_groups._LOST)
+    ours = (weight_wire.ALONE_FROM, weight_wire.ALIGNMENT, weight_groups._LOST)
     assert ours == (extension.ALONE_BYTES, extension.ALIGN_BYTES, extension.LOST)
+
+
+def test_join_leaves_the_group_of_the_same_stage_only(worker: FakeWorker) -> None:
+    for name, stage in (("first", 0), ("other", 1), ("second", 0)):
+        Group([worker], name=name, stage=stage)
+
+    assert [worker.areal_leave(name=name)["left"] for name in ("first", "other", "second")] == [False, True, True]
 
 
 def test_stage_xccl_group_that_was_not_joined_is_an_error(worker: FakeWorker) -> None:
@@ -341,7 +409,7 @@ def test_join_that_rank_0_gives_up_ends_at_once(worker: FakeWorker) -> None:
 
 def test_extension_alone_imports_torch_and_the_standard_library() -> None:
     code = (
-        "import sys, vllm_worker_extension, areal_vllm_server\n"
+        "import sys, vllm_worker_extension, areal_vllm_server, areal_token_guard\n"
         "assert vllm_worker_extension.VLLMWorkerExtension\n"
         "found = {name.partition('.')[0] for name in sys.modules}\n"
         "assert not found & {'areal', 'transformers', 'safetensors', 'vllm'}, found"
@@ -351,6 +419,36 @@ def test_extension_alone_imports_torch_and_the_standard_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd="/", capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "headers", "answer"),
+    [
+        ("http", "/health", [], "the app"),
+        ("http", "/collective_rpc", [(b"authorization", b"Bearer secret")], "the app"),
+        ("http", "/collective_rpc", [], 401),
+        ("http", "/collective_rpc", [(b"authorization", b"Bearer secre")], 401),
+        ("http", "/pause", [(b"authorization", b"secret")], 401),
+        ("http", "/health/../pause", [], 401),
+        ("websocket", "/v1/realtime", [], 1008),
+        ("lifespan", "", [], "the app"),
+    ],
+)
+def test_token_guard_lets_in_who_knows_the_token(
+    kind: str, path: str, headers: list[tuple[bytes, bytes]], answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+
+    async def app(*_: Any) -> None:
+        said.append("the app")
+
+    async def send(message: dict[str, Any]) -> None:
+        said.append(message.get("status") or message.get("code") or message)
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    asyncio.run(TokenGuard(app)({"type": kind, "path": path, "headers": headers}, None, send))
+
+    assert said[0] == answer
 
 
 def test_server_entry_runs_vllms_own_server_with_its_arguments(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_stage_disk_and_xccl_name_the_place() -> None:
         "rank": 1,
         "world_size": 3,
         "backend": "gloo",
+        "stage": 0,
         "timeout_s": 20.0,
     }
     assert all(call.timeout_s == 50.0 and call.once for call in (xccl, join))

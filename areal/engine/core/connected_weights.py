@@ -5,8 +5,9 @@
     disk   every rank saves ─► the first one has the servers load the directory
     xccl   the first rank and the servers share a group ─► every rank gathers, the first one sends
 
-The inference engine pauses its servers around each; what their ranks recorded must equal what was sent. A group is
-built at the first update and again after one that failed. Made by ``RolloutFacade.connect_engine``.
+The inference engine pauses its servers around each, and has what their ranks recorded compared with what was sent
+before it goes on with it. A group is built at the first update and again after one that failed. Made by
+``RolloutFacade.connect_engine``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from areal.engine.core.weight_groups import make_buckets
 from areal.engine.core.weight_sender import WeightSender
 from areal.engine.core.weight_sources import WeightGroup
 from areal.engine.core.weight_transfer import compare_ranks
+from areal.engine.core.weight_wire import make_buckets
 from areal.utils.errors import ConfigError, UnsupportedFeatureError, WeightSyncError
 from areal.utils.network import address_towards
 from areal.utils.ranks import is_first_rank, together
@@ -28,7 +29,7 @@ from areal.utils.ranks import is_first_rank, together
 if TYPE_CHECKING:
     from areal.api.engine_api import TrainEngine
     from areal.api.io_struct import ParamSpec, WeightUpdateMeta
-    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.core.weight_sync import ParamRecord, Received
     from areal.engine.inference.remote_engine import RemoteInfEngine
 
 _WAYS = ("disk", "xccl")
@@ -47,7 +48,7 @@ class ConnectedWeights:
     """
 
     def __init__(self, engine: TrainEngine, rollout: RemoteInfEngine, meta: WeightUpdateMeta) -> None:
-        _check(meta)
+        _check_meta(meta)
         self._engine, self._rollout = engine, rollout
         self._sender = WeightSender(engine, is_first_rank)
         self._group: WeightGroup | None = None
@@ -60,9 +61,13 @@ class ConnectedWeights:
             WeightSyncError: they did not take them, or got something else than was sent.
             ConfigError: ``meta`` describes other servers than those that the inference engine has.
         """
-        _check(meta)
-        if meta.version is None:
-            meta = dataclasses.replace(meta, version=self._engine.get_version() + 1)
+        _check_meta(meta)
+        config = self._engine.config  # type: ignore[attr-defined]  # every engine has one
+        meta = dataclasses.replace(
+            meta,
+            version=self._engine.get_version() + 1 if meta.version is None else meta.version,
+            timeout_s=meta.timeout_s or config.weight_update_timeout_s,
+        )
         if meta.type == "disk":
             self._by_directory(meta)
         else:
@@ -76,25 +81,28 @@ class ConnectedWeights:
     def _by_directory(self, meta: WeightUpdateMeta) -> None:
         if meta.path is None:
             raise ConfigError("update_weights: meta.path is None; it names the directory that weights travel through")
-        sent = self._sender.write_directory(meta.path)
+        sent: Future[Any] = Future()
+        sent.set_result(self._sender.write_directory(meta.path))
         with self._agreed(meta):
             if is_first_rank():
-                self._confirm(meta, sent, self._rollout.update_weights_from_disk(meta).result())
+                self._rollout.update_weights_from_disk(meta, self._check(meta, sent)).result()
 
     def _by_broadcast(self, meta: WeightUpdateMeta) -> None:
         if self._specs is None:
             self._specs = self._sender.specs() or []
         buckets = make_buckets(self._specs, meta.weight_chunked_mem_mb << 20)
         group, self._group = self._group, None  # it does not survive an error
+        sent: Future[Any] = Future()
         received: Future[Any] = Future()
         with self._agreed(meta):
             if is_first_rank():
                 group = group or self._build(meta)
-                received = self._rollout.update_weights_from_distributed(meta, self._specs)
+                check = self._check(meta, sent)
+                received = self._rollout.update_weights_from_distributed(meta, self._specs, check)
         with self._agreed(meta):
             if group is not None:
                 name = group.name
-                self._confirm(meta, *self._both(name, received, lambda: self._sender.send(name, buckets)))
+                self._both(name, received, lambda: _fulfil(sent, lambda: self._sender.send(name, buckets)))
             else:
                 self._sender.send("", buckets)  # helps to gather what the first rank sends
         self._group = group
@@ -108,8 +116,9 @@ class ConnectedWeights:
                 f"WeightUpdateMeta.gen_allocation describes {expected} ranks of servers, but the connected inference "
                 f"engine has {sampler.group_ranks}; give both the same servers"
             )
+        limit_s = meta.timeout_s or config.request_timeout
         host = meta.nccl_master_address or address_towards(sampler.addresses[0])
-        host, port, backend = self._sender.open_store(host, config.request_timeout)
+        host, port, backend = self._sender.open_store(host, limit_s)
         group = WeightGroup(
             f"{meta.nccl_group_name or 'update_weight_group'}-{secrets.token_hex(4)}",
             host,
@@ -117,7 +126,7 @@ class ConnectedWeights:
             1 + sampler.group_ranks,
             backend=backend,  # type: ignore[arg-type]
             torch_helper=sampler.protocol.capabilities.torch_groups,
-            timeout_s=config.request_timeout,
+            timeout_s=limit_s,
         )
         place = dataclasses.replace(
             meta, nccl_master_address=host, nccl_master_port=port, nccl_group_name=group.name, version=None
@@ -126,25 +135,44 @@ class ConnectedWeights:
         self._both(group.name, joined, lambda: self._sender.join_group(group))
         return group
 
-    def _both(self, name: str, theirs: Future[Any], ours: Callable[[], Any]) -> tuple[Any, Any]:
+    def _both(self, name: str, theirs: Future[Any], ours: Callable[[], Any]) -> None:
         """Both halves of a collective; the servers' reason comes before the echo of it that we meet."""
         theirs.add_done_callback(lambda done: self._sender.leave_group(name) if done.exception() else None)
         try:
-            mine = ours()
+            ours()
         except WeightSyncError as exc:
             if (reason := theirs.exception()) is not None:
                 raise reason from exc
             raise
-        return mine, theirs.result()
+        theirs.result()
 
-    def _confirm(self, meta: WeightUpdateMeta, sent: list[ParamRecord] | None, received: Any) -> None:
-        compare_ranks(sent or [], received, meta.version or 0, self._rollout.protocol.name)
+    def _check(self, meta: WeightUpdateMeta, sent: Future[list[ParamRecord]]) -> Callable[[Received], None]:
+        """Compares what servers received with what will have been sent."""
+        version = meta.version or 0
+
+        def check(received: Received) -> None:
+            try:
+                records = sent.result(meta.timeout_s)
+            except Exception as exc:  # noqa: BLE001 - whatever keeps the sender from sending
+                raise WeightSyncError(f"weights v{version} were not sent: {exc}") from exc
+            compare_ranks(records, received, version, self._rollout.protocol.name)
+
+        return check
 
     def _agreed(self, meta: WeightUpdateMeta) -> Any:
         return together(f"weights v{meta.version} were not published", WeightSyncError)
 
 
-def _check(meta: WeightUpdateMeta) -> None:
+def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Do ``work`` and give its end to whoever waits for the future."""
+    try:
+        future.set_result(work())
+    except BaseException as exc:
+        future.set_exception(exc)
+        raise
+
+
+def _check_meta(meta: WeightUpdateMeta) -> None:
     if meta.type not in _WAYS:
         raise UnsupportedFeatureError(
             f"WeightUpdateMeta.type={meta.type!r}: a script's engine publishes by {' or '.join(_WAYS)}; the trainer "

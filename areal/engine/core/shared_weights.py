@@ -58,6 +58,7 @@ class WeightManifest:
         size_bytes: of the buffer.
         params: the tensors, in model order.
         shard: the same bytes in the writer's tensor store, for readers elsewhere.
+        timeout_s: limit of reading it; None: the reader's.
     """
 
     version: int
@@ -67,6 +68,7 @@ class WeightManifest:
     size_bytes: int
     params: list[SharedParam]
     shard: RTensor
+    timeout_s: float | None = None
 
 
 class WeightWriter:
@@ -202,9 +204,13 @@ def _pairs(flat: Tensor, params: list[SharedParam]) -> Iterator[tuple[str, Tenso
 
 
 class _Maps:
-    """Writers' buffers mapped by this process: the newest two stay, as mapping one again costs a fault per page."""
+    """A writer's buffers mapped by this process: the newest two stay, as mapping one again costs a fault per page.
+
+    Those of another writer go at once: it has died, and the memory is free only when nobody maps it.
+    """
 
     def __init__(self) -> None:
+        self._writer = 0
         self._maps: dict[tuple[int, int], Tensor] = {}
         self._lock = threading.Lock()
 
@@ -224,6 +230,8 @@ class _Maps:
                 raise WeightSyncError(f"weights v{manifest.version}: process {manifest.pid} no longer holds them")
             identity = (found.st_dev, found.st_ino)
             with self._lock:
+                if manifest.pid != self._writer:
+                    self._writer, self._maps = manifest.pid, {}
                 flat = self._maps.pop(identity, None)
                 if flat is None:
                     flat = _map(fd, manifest.size_bytes)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.shared_weights import WeightManifest, read_weights
-from areal.engine.core.weight_groups import Memberships, receive_buckets
+from areal.engine.core.weight_groups import Memberships
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, WeightSource, XcclSource
+from areal.engine.core.weight_wire import receive_buckets
 from areal.utils.errors import CheckpointError, WeightSyncError
 
 if TYPE_CHECKING:

@@ -19,8 +19,10 @@ from torch import Tensor
 from areal.api.io_struct import ParamSpec, SaveLoadMeta
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.shared_weights import WeightManifest, WeightWriter
-from areal.engine.core.weight_groups import Membership, WeightGroupLostError, enter_group, open_store, send_buckets
+from areal.engine.core.weight_groups import Membership, WeightGroupLostError, enter_group, open_store
+from areal.engine.core.weight_heads import head_names
 from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.core.weight_wire import send_buckets
 from areal.utils import environ
 from areal.utils.errors import EngineError
 
@@ -67,7 +69,8 @@ class WeightSender:
         if not self._first():
             return None
         directory = HfDirectory(path)
-        return [ParamRecord.of(name, directory.read(name)) for name in directory.shapes]
+        shown = head_names(directory.shapes)
+        return [ParamRecord.of(name, directory.read(name), head=name in shown) for name in directory.shapes]
 
     def keep_only(self, path: str) -> None:
         """Remove the directories of other versions beside ``path``; first rank."""

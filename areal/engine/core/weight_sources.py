@@ -49,14 +49,20 @@ class XcclSource:
     group: WeightGroup
     buckets: list[list[ParamSpec]]
 
+    @property
+    def timeout_s(self) -> float:
+        """Limit of receiving it."""
+        return self.group.timeout_s
+
 
 @dataclass
 class DiskSource:
-    """A complete Hugging Face directory, and what was written into it."""
+    """A complete Hugging Face directory, what was written into it, and the limit of reading it (None: the reader's)."""
 
     version: int
     path: str
     records: list[ParamRecord] = field(default_factory=list)
+    timeout_s: float | None = None
 
 
 WeightSource = WeightManifest | XcclSource | DiskSource

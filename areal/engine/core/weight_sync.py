@@ -7,12 +7,13 @@ records. Called by ``areal/infra/weight_update.py``, which owns the order of pau
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from areal.api.engine_api import WeightReceiver
+from areal.engine.core.weight_heads import ServerHeads, head_of
 from areal.utils.errors import WeightSyncError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -21,17 +22,26 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """What was sent or received of one parameter; equal records mean equal bytes (up to a checksum)."""
+    """What was sent or received of one parameter; equal records mean equal bytes (up to a checksum).
+
+    ``head`` has its first values where a sender noted them, for servers that keep no records.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     checksum: int
+    head: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> ParamRecord:
-        """Record of ``tensor`` under its checkpoint ``name``."""
-        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), checksum(tensor))
+    def of(cls, name: str, tensor: Tensor, *, head: bool = False) -> ParamRecord:
+        """Record of ``tensor`` under its checkpoint ``name``, with or without its first values."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, tuple(tensor.shape), dtype, checksum(tensor), head_of(tensor) if head else ())
+
+
+Received = Sequence[Sequence[ParamRecord] | ServerHeads] | None
+"""What each receiving rank recorded; or what each server that keeps no records holds; None where it cannot tell."""
 
 
 class InProcessPublisher:

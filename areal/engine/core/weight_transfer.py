@@ -21,9 +21,11 @@ from typing import Any, Protocol
 
 from areal.api.io_struct import ParamSpec
 from areal.engine.core.shared_weights import WeightManifest, any_rank
-from areal.engine.core.weight_groups import WeightGroupLostError, make_buckets
+from areal.engine.core.weight_groups import WeightGroupLostError
+from areal.engine.core.weight_heads import ServerHeads, compare_heads
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, WeightSource, XcclSource
-from areal.engine.core.weight_sync import ParamRecord, compare_records
+from areal.engine.core.weight_sync import ParamRecord, Received, compare_records
+from areal.engine.core.weight_wire import make_buckets
 from areal.utils import logging
 from areal.utils.errors import ConfigError, WeightSyncError
 
@@ -64,7 +66,7 @@ class TransferSettings:
 
     Attributes:
         bucket_bytes: xccl: of one bucket; a larger tensor travels alone.
-        timeout_s: of one update.
+        timeout_s: of joining a group, of receiving a version, and of switching to it.
         directory: disk: where the directories of versions are made.
         torch_helper: xccl: receivers build the group with torch's helper, as SGLang does.
         host: xccl: address of the first train rank; None: that of its job.
@@ -151,6 +153,7 @@ class SharedMemoryRoute(_FixedSource):
         served = self._served[0] if self._served is not None else None
         keep = served.fd if isinstance(served, WeightManifest) else None
         manifest: WeightManifest = any_rank(self.ranks.call("publish_weights", version, keep))
+        manifest = replace(manifest, timeout_s=self.settings.timeout_s)
         self._prepared = manifest, [param.record() for param in manifest.params]
 
 
@@ -160,7 +163,7 @@ class DirectoryRoute(_FixedSource):
     def prepare(self, version: int) -> None:
         path = os.path.join(self.settings.directory or "", f"weight_update_v{version}")
         records = self.ranks.call("save_weights", path)[0]
-        self._prepared = DiskSource(version, path, records), records
+        self._prepared = DiskSource(version, path, records, self.settings.timeout_s), records
 
     def in_service(self) -> None:
         super().in_service()
@@ -328,17 +331,18 @@ class BroadcastRoute(Route):
                     logger.warning(f"{call[1]} did not leave weight group {group.name}: {error}")
 
 
-def compare_ranks(
-    sent: Sequence[ParamRecord], received: Sequence[Sequence[ParamRecord]] | None, version: int, worker: str
-) -> None:
-    """Compare with what each rank of a worker recorded; None: that kind of server cannot tell.
+def compare_ranks(sent: Sequence[ParamRecord], received: Received, version: int, worker: str) -> None:
+    """Compare with what each rank of a worker recorded, or what each of its servers holds.
 
     Raises:
         WeightSyncError: names worker, rank and parameter.
     """
     for rank, records in enumerate(received or ()):
         try:
-            compare_records(sent, records, version)
+            if isinstance(records, ServerHeads):
+                compare_heads(sent, records, version)
+            else:
+                compare_records(sent, records, version)
         except WeightSyncError as exc:
             raise WeightSyncError(f"{worker}, rank {rank}: {exc}") from exc
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from areal.api.config.rollout import InferenceEngineConfig
     from areal.api.io_struct import ModelRequest, ModelResponse
     from areal.engine.core.weight_sources import WeightGroup, WeightSource
-    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.core.weight_sync import Received
     from areal.engine.inference.protocol import ServerProtocol
     from areal.engine.inference.request_parts import PartedRequest, SequenceLimits
 
@@ -211,10 +211,10 @@ class RemoteSampler:
         """Ranks that this sampler takes in a weight group."""
         return self._weights.group_ranks
 
-    def stage_source(self, source: WeightSource, version: int) -> list[list[ParamRecord]] | None:
+    def stage_source(self, source: WeightSource, version: int) -> Received:
         """Bring a version's bytes to every server.
 
-        Returns: the records of each receiving rank; None if this kind of server cannot tell.
+        Returns: the records of each receiving rank, or what each server holds; None if they cannot tell.
         Raises:
             WeightSyncError: a server did not take them. The old version serves on, unless the sampler has failed.
             EngineStoppedError: the servers are lost.

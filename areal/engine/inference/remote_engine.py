@@ -21,7 +21,7 @@ from areal.api.engine_api import RemoteWeightUpdate
 from areal.api.io_struct import LocalInfServerInfo
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, XcclSource
 from areal.engine.inference.backends import protocol_class
-from areal.engine.inference.discovery import find_servers
+from areal.engine.inference.discovery import find_servers, server_token
 from areal.engine.inference.episode_sampler import EpisodeSampler
 from areal.engine.inference.readiness import check_external
 from areal.engine.inference.remote import RemoteSampler
@@ -34,15 +34,12 @@ if TYPE_CHECKING:
     from areal.api.cli_args import InferenceEngineConfig
     from areal.api.io_struct import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
     from areal.engine.core.weight_sources import WeightSource
-    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.core.weight_sync import Received
     from areal.engine.inference.launch import LaunchOrder, RunningServer
     from areal.engine.inference.protocol import ServerProtocol
     from areal.engine.inference.request_parts import SequenceLimits
 
 logger = logging.getLogger("RemoteInfEngine")
-
-Received = list[list["ParamRecord"]] | None
-"""What each rank of the servers got; None where they cannot tell."""
 
 _POLL_S = 0.1
 _FIRST_GROUP = "update_weight_group"
@@ -74,7 +71,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
         is_eval: bool = False,
     ) -> None:
         if backend is None or isinstance(backend, str):
-            backend = protocol_class(backend or config.backend.partition(":")[0])()
+            backend = protocol_class(backend or config.backend.partition(":")[0])(server_token())
         self.config, self.protocol = config, backend
         if tokenizer is None and config.tokenizer_path:
             from areal.utils.hf_utils import load_hf_tokenizer
@@ -241,15 +238,24 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def update_weights_from_disk(self, meta: WeightUpdateMeta) -> Future[Received]:
+    def update_weights_from_disk(
+        self, meta: WeightUpdateMeta, check: Callable[[Received], None] | None = None
+    ) -> Future[Received]:
         """Load the Hugging Face directory ``meta.path``; it may still have to appear (it must do so complete).
 
-        The future has the records of each rank, and fails with WeightSyncError when the old version serves on.
+        The future has what the servers tell of it, and fails with WeightSyncError when the old version serves on.
+
+        Args:
+            check: raises WeightSyncError if what the servers tell is wrong; asked before the version is in service,
+                where the servers can wait.
         """
         if meta.path is None:
             raise ConfigError("update_weights_from_disk: meta.path is None; it names a Hugging Face directory")
         return self._updates.submit(
-            self._update, meta, lambda version: disk_source(meta, version, self.config.setup_timeout, self._ending)
+            self._update,
+            meta,
+            lambda version: disk_source(meta, version, self.config.setup_timeout, self._ending),
+            check,
         )
 
     def init_weights_update_group(self, meta: WeightUpdateMeta, rank_ids: Sequence[int] | None = None) -> Future[None]:
@@ -268,7 +274,7 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
             rank=first,
             backend="nccl" if torch.cuda.is_available() else "gloo",
             torch_helper=self.protocol.capabilities.torch_groups,
-            timeout_s=self.config.request_timeout,
+            timeout_s=meta.timeout_s or self.config.request_timeout,
         )
 
         def join() -> None:
@@ -277,7 +283,12 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
 
         return self._updates.submit(join)
 
-    def update_weights_from_distributed(self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]) -> Future[Received]:
+    def update_weights_from_distributed(
+        self,
+        meta: WeightUpdateMeta,
+        param_specs: list[ParamSpec],
+        check: Callable[[Received], None] | None = None,
+    ) -> Future[Received]:
         """Receive a version that rank 0 of the group broadcasts; the future as that of ``update_weights_from_disk``.
 
         A group in which that failed was left: join another one.
@@ -285,8 +296,9 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
         Args:
             meta: ``weight_chunked_mem_mb`` cuts the tensors into buckets, here and at the sender.
             param_specs: every tensor of the version, in the order of sending.
+            check: as in ``update_weights_from_disk``.
         """
-        from areal.engine.core.weight_groups import make_buckets
+        from areal.engine.core.weight_wire import make_buckets
 
         buckets = make_buckets(param_specs, meta.weight_chunked_mem_mb << 20)
 
@@ -295,9 +307,14 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
                 raise WeightSyncError("the servers are in no weight group: call init_weights_update_group() first")
             return XcclSource(version, self._group, buckets)
 
-        return self._updates.submit(self._update, meta, source)
+        return self._updates.submit(self._update, meta, source, check)
 
-    def _update(self, meta: WeightUpdateMeta, source: Callable[[int], WeightSource]) -> Received:
+    def _update(
+        self,
+        meta: WeightUpdateMeta,
+        source: Callable[[int], WeightSource],
+        check: Callable[[Received], None] | None,
+    ) -> Received:
         """Bring a version into service; on the updates' thread, hence one at a time."""
         sampler = self.sampler
         version = sampler.get_version() + 1 if meta.version is None else meta.version
@@ -306,6 +323,8 @@ class RemoteInfEngine(ExecutorFacade, RemoteWeightUpdate):
         try:
             try:
                 received = sampler.stage_source(found, version)
+                if check is not None:
+                    check(received)
             except WeightSyncError:
                 self._leave(found)
                 sampler.discard_weights()
@@ -355,7 +374,7 @@ def disk_source(meta: WeightUpdateMeta, version: int, limit_s: float, ending: th
             )
         if ending.wait(_POLL_S):
             raise WeightSyncError(f"weights v{version}: the engine was destroyed before {path} was there")
-    return DiskSource(version, str(path))
+    return DiskSource(version, str(path), timeout_s=meta.timeout_s)
 
 
 def read_limits(backend: str, section: Any, model_path: str, tokenizer: Any) -> SequenceLimits:

@@ -11,21 +11,27 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from areal.engine.core.weight_sources import XcclSource
+from areal.engine.core.weight_heads import head_names
+from areal.engine.core.weight_sources import DiskSource, XcclSource
 from areal.engine.inference.http_client import ServerRefusedError
 from areal.engine.inference.protocol import ReplyError, ServerCall
 from areal.engine.inference.traffic import together
-from areal.utils.errors import EngineError, EngineStoppedError, WeightSyncError
+from areal.utils import logging
+from areal.utils.errors import CheckpointError, EngineError, EngineStoppedError, WeightSyncError
 
 if TYPE_CHECKING:
     from areal.api.config.rollout import InferenceEngineConfig
+    from areal.engine.core.weight_heads import ServerHeads
     from areal.engine.core.weight_sources import WeightGroup, WeightSource
-    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.core.weight_sync import Received
     from areal.engine.inference.protocol import ServerProtocol
     from areal.engine.inference.server_loop import ServerLoop
     from areal.engine.inference.server_pool import Server, ServerPool
 
+logger = logging.getLogger("RemoteSampler")
+
 _BETWEEN_S = 10.0  # pause before a call is tried again, at most
+_SLACK_S = 30.0
 
 
 class ServerWeights:
@@ -48,20 +54,27 @@ class ServerWeights:
         self._attempts, self._usual_s = config.request_retries, config.request_timeout
         self._ranks_per_server = ranks_per_server
         self._staged = False
+        self._limit_s: float | None = None  # of every step of the update under way
+        self._tells = True  # what its weights are, as far as we know
 
     @property
     def group_ranks(self) -> int:
         """Ranks that the servers take in a weight group."""
         return self._ranks_per_server * len(self._pool.servers)
 
-    def stage(self, source: WeightSource, version: int) -> list[list[ParamRecord]] | None:
+    def stage(self, source: WeightSource, version: int) -> Received:
         """See :meth:`RemoteSampler.stage_source`."""
         servers = self._pool.servers
         self._staged = False
+        self._limit_s = source.timeout_s
+        if isinstance(source, XcclSource):
+            self._limit_s = source.timeout_s + _SLACK_S  # the group's own limit says more
         calls = [self._protocol.stage(self._source_for(server, source), version) for server in servers]
         try:
-            replies = self._send(f"receiving weights v{version}", calls)
+            replies = self._send(f"receiving weights v{version}", calls, self._limit_s)
             records = [self._protocol.records(answers) for answers in replies]
+            found = [rank for ranks in records if ranks is not None for rank in ranks]
+            received: Received = self._heads(source) if None in records else found
         except (ReplyError, WeightSyncError) as exc:
             one_of_many = self._protocol.capabilities.applies_at_once and len(servers) > 1
             if one_of_many or self._protocol.harmed(source, exc.__cause__ or exc):
@@ -70,14 +83,13 @@ class ServerWeights:
                 raise
             raise WeightSyncError(f"{self._pool.addresses}: weights v{version}: {exc}") from exc
         self._staged = True
-        found = [rank for ranks in records if ranks is not None for rank in ranks]
-        return None if None in records else found
+        return received
 
     def commit(self, version: int) -> None:
         """See :meth:`RemoteSampler.commit_weights`."""
         calls = [self._protocol.commit(version) for _ in self._pool.servers]
         try:
-            self._confirmed(f"switching to weights v{version}", calls)
+            self._confirmed(f"switching to weights v{version}", calls, self._limit_s)
         except WeightSyncError as exc:
             self._loop.fail(exc)
             raise
@@ -94,7 +106,8 @@ class ServerWeights:
                 )
             )
             return
-        self._confirmed("discarding staged weights", [self._protocol.discard() for _ in self._pool.servers])
+        calls = [self._protocol.discard() for _ in self._pool.servers]
+        self._confirmed("discarding staged weights", calls, self._limit_s)
 
     def join(self, group: WeightGroup) -> None:
         """See :meth:`RemoteSampler.join_group`."""
@@ -106,6 +119,28 @@ class ServerWeights:
         calls = [self._protocol.leave_group(self._group_for(server, group)) for server in self._pool.servers]
         self._confirmed(f"leaving weight group {group.name}", calls)
 
+    def _heads(self, source: WeightSource) -> list[ServerHeads] | None:
+        """What servers that keep no records hold now; None where they do not tell."""
+        if not self._tells:
+            return None
+        shapes = _shapes(source)
+        names = head_names(shapes)
+        calls = self._protocol.heads({name: shapes[name] for name in names})
+        if not calls:
+            return None
+        try:
+            replies = self._send("reading weights back", [calls for _ in self._pool.servers], self._limit_s)
+        except WeightSyncError as exc:
+            if not isinstance(exc.__cause__, ServerRefusedError):
+                raise
+            self._tells = False
+            logger.warning(
+                f"{self._pool.addresses}: a {self._protocol.name} server does not tell what weights it holds, so only "
+                f"rollout.weight_probe_interval checks them: {exc.__cause__}"
+            )
+            return None
+        return [self._protocol.read_heads(names, answers) for answers in replies]
+
     def _group_for(self, server: Server, group: WeightGroup) -> WeightGroup:
         return dataclasses.replace(group, rank=group.rank + server.position * self._ranks_per_server)
 
@@ -114,20 +149,26 @@ class ServerWeights:
             return dataclasses.replace(source, group=self._group_for(server, source.group))
         return source
 
-    def _confirmed(self, what: str, per_server: Sequence[Sequence[ServerCall]]) -> None:
-        for server, replies in zip(self._pool.servers, self._send(what, per_server), strict=True):
+    def _confirmed(self, what: str, per_server: Sequence[Sequence[ServerCall]], limit_s: float | None = None) -> None:
+        for server, replies in zip(self._pool.servers, self._send(what, per_server, limit_s), strict=True):
             try:
                 self._protocol.confirm(replies)
             except (ReplyError, WeightSyncError) as exc:
                 raise WeightSyncError(f"{what}: {server.address}: {exc}") from exc
 
-    def _send(self, what: str, per_server: Sequence[Sequence[ServerCall]]) -> list[list[Any]]:
-        """The replies of each server to its calls, up to the first that says it failed: what follows needs it."""
+    def _send(
+        self, what: str, per_server: Sequence[Sequence[ServerCall]], limit_s: float | None = None
+    ) -> list[list[Any]]:
+        """The replies of each server to its calls, up to the first that says it failed: what follows needs it.
+
+        Args:
+            limit_s: of the whole, every try included; None: what the calls of the slowest server may take.
+        """
 
         async def on(server: Server, calls: Sequence[ServerCall]) -> list[Any]:
             replies: list[Any] = []
             for call in calls:
-                replies.append(await server.http.send(call))
+                replies.append(await server.http.send(call, timeout_s=limit_s))
                 try:
                     self._protocol.confirm(replies[-1:])
                 except (ReplyError, WeightSyncError):  # raised by whoever reads the replies
@@ -139,16 +180,31 @@ class ServerWeights:
             return await together(on(server, calls) for server, calls in pairs)
 
         try:
-            return self._loop.run(what, self._limit_s(per_server), work)
+            return self._loop.run(what, limit_s or self._longest_s(per_server), work)
         except EngineStoppedError:
             raise  # lost for good: not a failed update of a sampler that goes on
         except (EngineError, ServerRefusedError, TimeoutError) as exc:
-            raise WeightSyncError(f"{what} failed: {exc}") from exc
+            setting = " (actor.weight_update_timeout_s)" if limit_s and isinstance(exc, TimeoutError) else ""
+            raise WeightSyncError(f"{what} failed{setting}: {exc}") from exc
 
-    def _limit_s(self, per_server: Sequence[Sequence[ServerCall]]) -> float:
-        """Of the whole: what the calls of the slowest server may take, every try included."""
-
+    def _longest_s(self, per_server: Sequence[Sequence[ServerCall]]) -> float:
         def one(call: ServerCall) -> float:
             return (1 if call.once else self._attempts) * ((call.timeout_s or self._usual_s) + _BETWEEN_S)
 
         return 1.0 + max((sum(map(one, calls)) for calls in per_server), default=0.0)
+
+
+def _shapes(source: WeightSource) -> dict[str, tuple[int, ...]]:
+    """Of every tensor that is known to be in it."""
+    if isinstance(source, XcclSource):
+        return {spec.name: spec.shape for bucket in source.buckets for spec in bucket}
+    if not isinstance(source, DiskSource):
+        return {}
+    if source.records:
+        return {record.name: record.shape for record in source.records}
+    from areal.engine.core.hf_checkpoint import HfDirectory
+
+    try:
+        return dict(HfDirectory(source.path).shapes)
+    except CheckpointError:
+        return {}  # the servers could read it

@@ -12,7 +12,7 @@ from areal.api.remote import remote
 
 if TYPE_CHECKING:
     from areal.engine.core.weight_sources import WeightGroup, WeightSource, XcclSource
-    from areal.engine.core.weight_sync import ParamRecord
+    from areal.engine.core.weight_sync import Received
 
 
 class WeightEndpoint:
@@ -21,13 +21,13 @@ class WeightEndpoint:
     sampler: Any
 
     @remote(idempotent=True)
-    def read_weights(self, source: WeightSource, version: int) -> list[list[ParamRecord]] | None:
-        """Copy the weights at ``source`` aside; returns the records of each rank, None if they are not known."""
-        found: list[list[ParamRecord]] | None = self.sampler.stage_source(source, version)
+    def read_weights(self, source: WeightSource, version: int) -> Received:
+        """Copy the weights at ``source`` aside; returns what the sampler tells of what it received."""
+        found: Received = self.sampler.stage_source(source, version)
         return found
 
     @remote
-    def receive_weights(self, source: XcclSource, version: int) -> list[list[ParamRecord]] | None:
+    def receive_weights(self, source: XcclSource, version: int) -> Received:
         """The same from a broadcast, which happens once."""
         return self.read_weights(source, version)
 

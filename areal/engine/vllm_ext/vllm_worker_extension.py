@@ -58,6 +58,7 @@ _SAFETENSORS_DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 _EXIT_DELAY_S = 1.0
+_GIVEN_UP = "the weight group was given up by a rank"
 _COMPUTED = ("inv_freq", "cos_cached", "sin_cached", "masked_bias", "position_ids")
 """Buffers that old checkpoints hold; models compute them, so no trainer sends them and no reload needs them."""
 
@@ -90,9 +91,13 @@ class VLLMWorkerExtension:
 
     @_answers
     def areal_join(self, *, group: dict[str, Any]) -> dict[str, Any]:
-        """Join as rank ``group["rank"]`` plus this worker's own; returns when rank 0 has joined too."""
+        """Join as rank ``group["rank"]`` plus this worker's own; returns when rank 0 has joined too.
+
+        A group of the same stage is left: it is that of an update that failed.
+        """
         groups = _state(self).groups
-        leave_group(groups, group["name"])
+        for name in [name for name, old in groups.items() if old.stage == group["stage"]]:
+            leave_group(groups, name)
         rank = group["rank"] + self.rank
         groups[group["name"]] = build_group(group, rank)
         return {"rank": rank}
@@ -122,7 +127,8 @@ class VLLMWorkerExtension:
             raise RuntimeError(f"group {group} was not joined; joined: {sorted(groups)}")
         device = torch.device("cpu") if groups[group].backend == "gloo" else self.device
         try:
-            tensors = list(received_tensors(groups[group], buckets, device))
+            with groups[group].watched():
+                tensors = list(received_tensors(groups[group], buckets, device))
         except Exception as exc:
             groups[group].tell_others()
             traceback.clear_frames(exc.__traceback__)  # what they hold would keep connections open
@@ -315,8 +321,34 @@ def _size_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
 class Group:
     """A place in a weight group; as ``Membership`` of ``core.weight_groups``, whose ranks look at the same key."""
 
-    def __init__(self, process_group: Any, backend: str, store: Any) -> None:
-        self.process_group, self.backend, self._store = process_group, backend, store
+    def __init__(self, process_group: Any, backend: str, store: Any, stage: int = 0) -> None:
+        self.process_group, self.backend, self._store, self.stage = process_group, backend, store, stage
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a receive: NCCL waits without looking, so a thread looks, and aborts a group that was given up. Under
+        gloo :meth:`finish` looks itself.
+        """
+        if self.backend != "nccl":
+            yield
+            return
+        over, lost = threading.Event(), threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(over, lost), daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+        if lost.is_set():  # an aborted broadcast ends like one that succeeded
+            raise RuntimeError(_GIVEN_UP)
+
+    def _watch(self, over: threading.Event, lost: threading.Event) -> None:
+        while not over.wait(LOOK_S):
+            if _is_lost(self._store):
+                lost.set()
+                self.process_group.abort()
+                return
 
     def finish(self, work: Any) -> None:
         """Wait for a broadcast, or until a rank has given the group up: gloo alone may not tell."""
@@ -330,17 +362,20 @@ class Group:
             except RuntimeError:
                 if work.is_completed():
                     raise
-            try:
-                lost = self._store.check([LOST])
-            except RuntimeError:  # rank 0, which keeps the store, is gone
-                lost = True
-            if lost:
-                raise RuntimeError("the weight group was given up by a rank")
+            if _is_lost(self._store):
+                raise RuntimeError(_GIVEN_UP)
 
     def tell_others(self) -> None:
         """Let ranks that wait know that this one gives up."""
         with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
             self._store.set(LOST, "1")
+
+
+def _is_lost(store: Any) -> bool:
+    try:
+        return bool(store.check([LOST]))
+    except RuntimeError:  # rank 0, which keeps the store, is gone
+        return True
 
 
 def build_group(group: dict[str, Any], rank: int) -> Group:
@@ -356,11 +391,11 @@ def build_group(group: dict[str, Any], rank: int) -> Group:
     if group["backend"] == "nccl":
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return Group(c10d.ProcessGroupNCCL(store, rank, world_size, options), "nccl", store)
+        return Group(c10d.ProcessGroupNCCL(store, rank, world_size, options), "nccl", store, group["stage"])
     gloo = c10d.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     gloo._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
-    return Group(c10d.ProcessGroupGloo(store, rank, world_size, gloo), "gloo", store)
+    return Group(c10d.ProcessGroupGloo(store, rank, world_size, gloo), "gloo", store, group["stage"])
 
 
 def leave_group(groups: dict[str, Group], name: str) -> bool:
@@ -383,7 +418,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def received_tensors(group: Group, buckets: list[list[Spec]], device: torch.device) -> Iterator[NamedTensor]:
-    """Tensors as rank 0 broadcasts them, in host memory; what travels together is as ``core.weight_groups`` says."""
+    """Tensors as rank 0 broadcasts them, in host memory; what travels together is as ``core.weight_wire`` says."""
     for bucket in buckets:
         coming = []
         for specs in broadcasts(bucket):
