@@ -12,7 +12,6 @@ import contextlib
 import mmap
 import os
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from areal.engine.core.weight_sync import ParamRecord, checksum
-from areal.engine.core.weight_threads import torch_threads
+from areal.engine.core.weight_threads import in_runs, torch_threads
 from areal.infra.rpc.rtensor import RTensor, local_store, localize
 from areal.utils.errors import WeightSyncError
 
@@ -119,32 +118,44 @@ def _copy(
     """Lay tensors out in ``buffer``; returns their places, those that did not fit (by position), and the whole size."""
     params: list[SharedParam] = []
     kept: list[tuple[int, Tensor]] = []
-    end = waiting = 0  # bytes: of the layout, of gathered tensors
-    copies: deque[tuple[SharedParam, Future[int]]] = deque()
-    with torch_threads(torch.get_num_threads()) as pool:
+    end = 0  # of the layout
+
+    def laid_out() -> Iterator[tuple[SharedParam, Tensor]]:
+        nonlocal end
         for name, tensor in pairs:
             tensor = tensor.detach().contiguous()
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            size = tensor.numel() * tensor.element_size()
-            end = offset + size
+            end = offset + tensor.nbytes
             dtype = str(tensor.dtype).removeprefix("torch.")
             params.append(SharedParam(name, tuple(tensor.shape), dtype, 0, offset))
             if buffer is None or end > buffer.size:
                 kept.append((len(params) - 1, tensor.to("cpu", copy=tensor.device.type == "cpu")))
-                continue
-            copies.append((params[-1], pool.submit(buffer.put, offset, tensor)))
-            waiting += size
-            if waiting > _MOST_WAITING or tensor.device.type != "cpu":
+            else:
+                yield params[-1], tensor
+
+    waiting = 0  # bytes of gathered tensors
+    copies: list[Future[None]] = []
+    with torch_threads(torch.get_num_threads()) as pool:
+        for run in in_runs(laid_out(), lambda item: item[1].nbytes):
+            copies.append(pool.submit(_put, buffer, run))
+            waiting += sum(tensor.nbytes for _, tensor in run)
+            if waiting > _MOST_WAITING or run[-1][1].device.type != "cpu":
                 waiting = 0
                 _finish(copies)
+            del run
         _finish(copies)
     return params, kept, end
 
 
-def _finish(copies: deque[tuple[SharedParam, Future[int]]]) -> None:
+def _put(buffer: _Buffer | None, run: list[tuple[SharedParam, Tensor]]) -> None:
+    assert buffer is not None
+    for param, tensor in run:
+        param.checksum = buffer.put(param.offset, tensor)
+
+
+def _finish(copies: list[Future[None]]) -> None:
     while copies:
-        param, copy = copies.popleft()
-        param.checksum = copy.result()
+        copies.pop().result()
 
 
 class _Buffer:
@@ -168,8 +179,7 @@ class _Buffer:
 
     def put(self, offset: int, tensor: Tensor) -> int:
         """Copy ``tensor`` to ``offset``; returns the checksum of the copy."""
-        nbytes = tensor.numel() * tensor.element_size()
-        place = self.bytes[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+        place = self.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)
         return checksum(place)
 

@@ -67,7 +67,7 @@ class _Bucket:
     real: Tensor  # [rows] places of b * N that are real
     rows: Tensor  # [rows] where their results go
     slots: Tensor  # [b]
-    mask: Tensor  # [b, 1, group * N, L] bool, true where a key is visible
+    mask: Tensor  # [b, 1, group * N, L] zero where a key is visible, else minus infinity
     length: int  # L
 
 
@@ -221,7 +221,8 @@ class CausalLM:
         steps = torch.arange(width)
         real = steps < count
         query = torch.where(real, torch.tensor(starts)[:, None] + steps, 0)
-        mask = torch.arange(length) <= (past + steps)[..., None]
+        hidden = torch.arange(length) > (past + steps)[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         mask = mask[:, None].expand(-1, self.spec.group, -1, -1).reshape(len(spans), 1, -1, length)
         return _Bucket(
             query=query.to(self.device),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from areal.engine.core.weight_sync import ParamRecord
-from areal.engine.core.weight_threads import torch_threads
+from areal.engine.core.weight_threads import in_runs, torch_threads
 from areal.engine.native.products import Product, packs
 from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
 
@@ -321,7 +321,8 @@ class Weights:
         else:
             with torch_threads(threads) as pool:
                 if isinstance(pairs, Sequence):
-                    records = list(pool.map(one, pairs))
+                    runs = in_runs(pairs, lambda pair: pair[1].nbytes)
+                    records = [r for found in pool.map(lambda run: [one(pair) for pair in run], runs) for r in found]
                 else:
                     records = pool.submit(lambda: [one(pair) for pair in pairs]).result()
         missing = set(self._targets) - {record.name for record in records}
