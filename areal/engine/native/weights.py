@@ -253,9 +253,15 @@ class Weights:
         if matrix is None or matrix.memory is not None:
             memory = target.memory if matrix is None else matrix.memory
             assert memory is not None
-            target.part(memory).copy_(tensor.reshape(target.shape).permute(target.order))
+            place, source = target.part(memory), tensor.reshape(target.shape).permute(target.order)
+            if lasting and source.numel() >= _LATER_FROM:
+                self._left.append(lambda: place.copy_(source))
+            else:
+                place.copy_(source)
             return
-        assert matrix.product is not None
+        if not lasting and self._is_matrix(name, tensor):
+            self._pack(matrix, {name: tensor})
+            return
         if not lasting:
             self._land(matrix, name, tensor)
         with self._lock:
