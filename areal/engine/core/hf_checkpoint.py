@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,6 +236,11 @@ class HfDirectory:
         whole = not index or index == tuple(slice(0, size) for size in self.shapes[name])
         tensor: Tensor = handle.get_tensor(name) if whole else handle.get_slice(name)[index]
         return tensor
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """``(checkpoint name, tensor)`` of all of them, read one by one."""
+        for name in self.shapes:
+            yield name, self.read(name)
 
     def _weight_files(self) -> list[Path]:
         if (self.path / _INDEX).is_file():

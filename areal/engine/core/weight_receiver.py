@@ -56,9 +56,7 @@ def open_source(
 
 def _read_directory(source: DiskSource) -> Iterator[tuple[str, Tensor]]:
     try:
-        directory = HfDirectory(source.path)
-        for name in directory.shapes:
-            yield name, directory.read(name)
+        yield from HfDirectory(source.path).tensors()
     except (CheckpointError, OSError) as exc:
         raise WeightSyncError(f"weights v{source.version}: {exc}") from exc
 

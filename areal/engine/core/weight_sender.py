@@ -70,7 +70,7 @@ class WeightSender:
             return None
         directory = HfDirectory(path)
         shown = head_names(directory.shapes)
-        return [ParamRecord.of(name, directory.read(name), head=name in shown) for name in directory.shapes]
+        return [ParamRecord.of(name, tensor, head=name in shown) for name, tensor in directory.tensors()]
 
     def keep_only(self, path: str) -> None:
         """Remove the directories of other versions beside ``path``; first rank."""

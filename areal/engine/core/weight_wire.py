@@ -216,14 +216,16 @@ def _parcels(bucket: Sequence[ParamSpec], torch_helper: bool) -> list[_Parcel]:
     """The broadcasts of a bucket, in the order in which the last tensor of each is met."""
     parcels: list[_Parcel] = []
     shared: list[ParamSpec] = []
+    filled = 0
     for spec in bucket:
         if torch_helper or spec.size >= ALONE_FROM:
             parcels.append(_Parcel([spec], False, torch_helper))
             continue
-        if sum(_aligned(other.size) for other in shared) + spec.size > ALONE_FROM:
+        if filled + spec.size > ALONE_FROM:
             parcels.append(_Parcel(shared, True, False))
-            shared = []
+            shared, filled = [], 0
         shared.append(spec)
+        filled += _aligned(spec.size)
     return parcels + ([_Parcel(shared, True, False)] if shared else [])
 
 

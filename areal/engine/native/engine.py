@@ -232,9 +232,7 @@ def _open_model(model: str | os.PathLike[str] | PreTrainedModel) -> tuple[Any, I
     generation = None
     if os.path.isfile(os.path.join(model, "generation_config.json")):
         generation = GenerationConfig.from_pretrained(os.fspath(model))
-    directory = HfDirectory(os.fspath(model))
-    pairs = ((name, directory.read(name)) for name in directory.shapes)
-    return config, pairs, config.dtype or torch.float32, generation
+    return config, HfDirectory(os.fspath(model)).tensors(), config.dtype or torch.float32, generation
 
 
 def _resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
