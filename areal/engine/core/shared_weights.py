@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from areal.engine.core.weight_sync import ParamRecord, checksum
-from areal.engine.core.weight_threads import in_runs, torch_threads
+from areal.engine.core.weight_threads import TASK_BYTES, torch_threads
 from areal.infra.rpc.rtensor import RTensor, local_store, localize
 from areal.utils.errors import WeightSyncError
+from areal.utils.runs import in_runs
 
 _ALIGNMENT = 64  # bytes
 _KEPT_MAPS = 2
@@ -136,7 +137,7 @@ def _copy(
     waiting = 0  # bytes of gathered tensors
     copies: list[Future[None]] = []
     with torch_threads(torch.get_num_threads()) as pool:
-        for run in in_runs(laid_out(), lambda item: item[1].nbytes):
+        for run in in_runs(laid_out(), lambda item: item[1].nbytes, TASK_BYTES):
             copies.append(pool.submit(_put, buffer, run))
             waiting += sum(tensor.nbytes for _, tensor in run)
             if waiting > _MOST_WAITING or run[-1][1].device.type != "cpu":

@@ -6,36 +6,14 @@ Small operators gain nothing from several threads inside. Used by the writer of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 
 from areal.utils import threads
 
-_RUN = 16 << 20  # bytes
+TASK_BYTES = 16 << 20  # a task for every small tensor costs more than its copy
 _kept = threading.local()
-_Item = TypeVar("_Item")
-
-
-def in_runs(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Consecutive items as one task each of some size: a task per small tensor costs more than its copy.
-
-    Args:
-        items: anything, in order.
-        size_of: bytes of an item.
-    """
-    run: list[_Item] = []
-    filled = 0
-    for item in items:
-        run.append(item)
-        filled += size_of(item)
-        if filled >= _RUN:
-            yield run
-            run, filled = [], 0
-    if run:
-        yield run
 
 
 def torch_threads(count: int) -> ThreadPoolExecutor:

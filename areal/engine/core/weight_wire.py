@@ -26,6 +26,7 @@ from areal.engine.core.weight_heads import head_names
 from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.core.weight_threads import torch_threads
 from areal.utils.errors import WeightSyncError
+from areal.utils.runs import in_runs
 
 if TYPE_CHECKING:
     from areal.api.io_struct import ParamSpec
@@ -38,15 +39,7 @@ _AHEAD = 64 << 20  # bytes that a receiver is ready for, and a sender has ready,
 
 def make_buckets(specs: Iterable[ParamSpec], limit_bytes: int) -> list[list[ParamSpec]]:
     """Cut tensors into runs of at most ``limit_bytes``, in order; a larger tensor is a bucket of its own."""
-    buckets: list[list[ParamSpec]] = []
-    filled = limit_bytes
-    for spec in specs:
-        if not buckets or filled + spec.size > limit_bytes:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(spec)
-        filled += spec.size
-    return buckets
+    return list(in_runs(specs, lambda spec: spec.size, limit_bytes))
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import heapq
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ from areal.engine.native.requests import Sequence
 from areal.engine.native.sampling import BatchSampler
 from areal.engine.native.slots import SlotTable
 from areal.engine.native.weights import Weights
+from areal.utils.runs import in_runs
 
 _PATIENCE = 0.25  # decode steps of an idle engine that cost as much as filling a few slots for themselves
 _EXTEND_TOKENS = 512  # of one forward pass on a CPU: what a layer writes is still in the cache when it is read
@@ -288,7 +289,8 @@ class Scheduler:
 
     def _extend(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute ``count`` more tokens of each request; keep the final hidden state where a prompt is complete."""
-        for part in _parts(work, _EXTEND_TOKENS if self.model.device.type == "cpu" else sys.maxsize):
+        limit = _EXTEND_TOKENS if self.model.device.type == "cpu" else sys.maxsize
+        for part in in_runs(work, lambda item: item[1], limit):
             spans, tokens = [], []
             for sequence, count in part:
                 self._slots.assign(sequence)
@@ -368,18 +370,6 @@ def _bring_up_to_date(state: _DecodeState | None) -> None:
     """Give the requests what was drawn for them, before somebody looks at them; none of them can have ended."""
     if state is not None:
         state.hand_out()
-
-
-def _parts(work: list[tuple[Sequence, int]], tokens: int) -> Iterator[list[tuple[Sequence, int]]]:
-    """Cut work into parts of at most ``tokens``; a request that has more is a part of its own."""
-    part: list[tuple[Sequence, int]] = []
-    for sequence, count in work:
-        if part and sum(c for _, c in part) + count > tokens:
-            yield part
-            part = []
-        part.append((sequence, count))
-    if part:
-        yield part
 
 
 def _take(budget: Counter[str], sequence: Sequence, wanted: int) -> int:

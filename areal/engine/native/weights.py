@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from areal.engine.core.weight_sync import ParamRecord
-from areal.engine.core.weight_threads import in_runs, torch_threads
+from areal.engine.core.weight_threads import TASK_BYTES, torch_threads
 from areal.engine.native.products import Product, packs
 from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
+from areal.utils.runs import in_runs
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 _LATER_FROM = 2**20  # elements of a lasting tensor whose copy is left for the first step
@@ -327,7 +328,7 @@ class Weights:
         else:
             with torch_threads(threads) as pool:
                 if isinstance(pairs, Sequence):
-                    runs = in_runs(pairs, lambda pair: pair[1].nbytes)
+                    runs = in_runs(pairs, lambda pair: pair[1].nbytes, TASK_BYTES)
                     records = [r for found in pool.map(lambda run: [one(pair) for pair in run], runs) for r in found]
                 else:
                     records = pool.submit(lambda: [one(pair) for pair in pairs]).result()
