@@ -7,34 +7,31 @@ publish. Called by the roles of ``areal/trainer`` and by user scripts. What ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from areal.api.engine_api import TrainEngine
 from areal.engine.core.compiled_layers import check_compile, compile_layers
 from areal.engine.core.distributed import current_device, leave_world
-from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade
+from areal.engine.core.engine_checkpoints import EngineCheckpoints
+from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade, WeightsFacade
 from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.loop import TrainLoop
 from areal.engine.core.lr_schedule import LrSchedule
-from areal.engine.core.memory import memory_of
 from areal.engine.core.model import build_causal_lm
 from areal.engine.core.offload import Offloader
 from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
-from areal.engine.fsdp_utils.checkpoint import FsdpCheckpoints
 from areal.engine.fsdp_utils.grad import shard_copies
+from areal.engine.fsdp_utils.hf_layout import HfLayout
 from areal.engine.fsdp_utils.loading import find_weights, load_streamed
 from areal.engine.fsdp_utils.optimizer import build_shards
 from areal.engine.fsdp_utils.parallel import build_mesh, check_model, check_strategy, groups_of, shard_model
-from areal.engine.fsdp_utils.weights import named_full_tensors
 from areal.utils import logging
-from areal.utils.errors import ConfigError, EngineError, UnsupportedFeatureError
+from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,12 +39,12 @@ if TYPE_CHECKING:
 
     from areal.api.alloc_mode import ParallelStrategy
     from areal.api.cli_args import TrainEngineConfig
-    from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
+    from areal.api.io_struct import FinetuneSpec
 
 logger = logging.getLogger("FSDPEngine")
 
 
-class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, TrainEngine):
+class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, ServiceFacade, TrainEngine):
     """Owns one model: steps it, scores with it, saves and publishes it.
 
     Life: ``create_process_group()``, ``initialize()``, any number of calls, ``destroy()``.
@@ -62,7 +59,7 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
         self._mesh: DeviceMesh | None = None
         self._shards: ParamShards | None = None
         self._loop: TrainLoop | None = None
-        self._checkpoints: FsdpCheckpoints | None = None
+        self._checkpoints: EngineCheckpoints | None = None
         self._grouped = False
         self._version = 0
 
@@ -157,50 +154,9 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
             )
             optimizer.copies = shard_copies(lm.module)
         self._loop = TrainLoop(self.config, runner, self.groups, self._device, optimizer)
-        self._checkpoints = FsdpCheckpoints(lm.module, self._shards, optimizer, self.groups, dtype)
+        self._checkpoints = EngineCheckpoints(HfLayout(lm.module), self._shards, optimizer, self.groups, dtype)
         self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
         watch_for_failures(self)
-
-    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """``(checkpoint name, full tensor)`` in ``config.dtype``, tied weights once; every rank must iterate.
-
-        Tensors may alias the engine's own: a receiver copies them.
-        """
-        with self.resident():
-            yield from named_full_tensors(self._model(), getattr(torch, self.config.dtype))
-
-    def save(self, meta: SaveLoadMeta) -> None:
-        """Write ``meta.path`` as ``hf`` (to exchange) or ``dcp`` (to resume), whole or not at all; every rank calls.
-
-        Raises:
-            CheckpointError: a rank could not write; every rank raises, and what was at ``meta.path`` is unchanged.
-        """
-        with self.resident(), memory_of("save", self._device):
-            self._saving().save(meta, self._version)
-
-    def stage_save(self, meta: SaveLoadMeta) -> Callable[[], None]:
-        """Copy what :meth:`save` would write to host memory; every rank calls.
-
-        Returns: the function that writes it, for a background thread; every rank calls it before the next
-            ``stage_save``. Training may go on meanwhile.
-        """
-        with self.resident(), memory_of("save", self._device):
-            return self._saving().stage(meta, self._version)
-
-    def load(self, meta: SaveLoadMeta) -> None:
-        """Read what :meth:`save` wrote in any layout; every rank calls. ``dcp`` restores schedule, RNG and version too.
-
-        Raises:
-            CheckpointError: the directory is incomplete or of another model; every rank raises.
-        """
-        with self.resident():
-            self._version = self._saving().load(meta, self._version)
-
-    def set_version(self, version: int) -> None:
-        self._version = version
-
-    def get_version(self) -> int:
-        return self._version
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
@@ -217,30 +173,6 @@ class FSDPEngine(TopologyFacade, ComputeFacade, RolloutFacade, ServiceFacade, Tr
             leave_world()
         self._mesh, self._grouped = None, False
         self.groups = ParallelGroups()
-
-    def _tensors_to_move(self) -> Iterator[Tensor]:
-        """Weights, masters and optimizer state; aliases may come several times."""
-        yield from self._model().parameters()
-        if self._shards is not None:
-            yield from self._shards.shards.values()
-            for state in self.loop.optimizer.torch_optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._model().parameters():
-            parameter.grad = None
-        if self._shards is not None:
-            self._shards.zero_grad()
-
-    def _model(self) -> PreTrainedModel:
-        if self.module is None:
-            raise EngineError("FSDPEngine is not initialized; call create_process_group() and initialize()")
-        return self.module
-
-    def _saving(self) -> FsdpCheckpoints:
-        if self._checkpoints is None:
-            raise EngineError("FSDPEngine is not initialized; call create_process_group() and initialize()")
-        return self._checkpoints
 
 
 def _check_features(config: TrainEngineConfig, device: torch.device, *, sharded: bool) -> None:

@@ -69,6 +69,13 @@ def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return [json.loads(blob[:length].cpu().numpy().tobytes()) for blob, length in zip(blobs, lengths, strict=True)]
 
 
+def value_of_rank(value: Any, rank: int, group: ProcessGroup | None) -> Any:
+    """What ``value``, a JSON value, is on global ``rank``; every rank of ``group`` must call. None: this rank alone."""
+    if group is None:
+        return value
+    return gather_json(value, group)[sys.modules["torch.distributed"].get_group_rank(group, rank)]
+
+
 @contextmanager
 def together(
     what: str, error: type[ArealError], group: ProcessGroup | None = None, *, alone: bool = False

@@ -7,12 +7,24 @@ Called by ``engine/core/model.py``.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 __all__ = ["empty_causal_lm", "materialize"]
+
+
+class TiedModule(Protocol):
+    """A module that can tie its parameters again after they were replaced."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def tie_weights(self) -> None: ...
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any: ...
 
 
 def empty_causal_lm(path: str, attention: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -34,8 +46,8 @@ def empty_causal_lm(path: str, attention: str, dtype: torch.dtype, device: torch
     return model.eval()
 
 
-def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Give every meta parameter memory on ``device``, with undefined content; tied parameters stay one."""
+def materialize(model: TiedModule, device: torch.device) -> None:
+    """Give every meta parameter and buffer memory on ``device``, with undefined content; tied parameters stay one."""
     tied = len(list(model.named_parameters()))
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     if len(list(model.named_parameters())) != tied:  # plain parameters become new objects, one for each name

@@ -7,7 +7,7 @@ checkpoint functions. Inherited by ``FSDPEngine`` and later backends.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +16,22 @@ from torch import Tensor
 from areal.api.engine_api import EngineCompute, EngineTopology, LossFn, LossWeightFn
 from areal.engine.core.distributed import group_rank, group_size
 from areal.engine.core.loop import TrainLoop
+from areal.engine.core.memory import MEMORY_SCOPE, memory_of
+from areal.engine.core.model_layout import named_full_tensors
 from areal.engine.core.offload import ResidencyFacade
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.utils import stats_tracker
 from areal.utils.errors import EngineError
+from areal.utils.ranks import gather_json, value_of_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from areal.api.io_struct import WeightUpdateMeta
+    from areal.api.cli_args import TrainEngineConfig
+    from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
     from areal.engine.core.connected_weights import ConnectedWeights
+    from areal.engine.core.engine_checkpoints import EngineCheckpoints
+    from areal.engine.core.optimizer import ParamShards
 
 _GIB = 1024**3
 
@@ -144,6 +150,85 @@ class ComputeFacade(ResidencyFacade, EngineCompute):
         self.loop.optimizer.schedule.step()
 
 
+class WeightsFacade(ResidencyFacade):
+    """The model's tensors: full ones to publish, checkpoints, their version. Backends set what is declared here."""
+
+    config: TrainEngineConfig
+    module: torch.nn.Module | None
+    device: torch.device
+    _loop: TrainLoop | None
+    _checkpoints: EngineCheckpoints | None
+    _shards: ParamShards | None
+    _version: int
+
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """``(checkpoint name, full tensor)`` in ``config.dtype``, tied weights once; every rank must iterate.
+
+        Tensors may alias the engine's own: a receiver copies them.
+        """
+        with self.resident():
+            yield from named_full_tensors(self._saving().layout, getattr(torch, self.config.dtype))
+
+    @property
+    def hf_config(self) -> Any:
+        """A copy of the model's Hugging Face config, as a checkpoint has it."""
+        return self._saving().layout.configs()[0]
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        """Write ``meta.path`` as ``hf`` (to exchange) or ``dcp`` (to resume), whole or not at all; every rank calls.
+
+        Raises:
+            CheckpointError: a rank could not write; every rank raises, and what was at ``meta.path`` is unchanged.
+        """
+        with self.resident(), memory_of("save", self.device):
+            self._saving().save(meta, self._version)
+
+    def stage_save(self, meta: SaveLoadMeta) -> Callable[[], None]:
+        """Copy what :meth:`save` would write to host memory; every rank calls.
+
+        Returns: the function that writes it, for a background thread; every rank calls it before the next
+            ``stage_save``. Training may go on meanwhile.
+        """
+        with self.resident(), memory_of("save", self.device):
+            return self._saving().stage(meta, self._version)
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        """Read what :meth:`save` wrote in any layout; every rank calls. ``dcp`` restores schedule, RNG and version too.
+
+        Raises:
+            CheckpointError: the directory is incomplete or of another model; every rank raises.
+        """
+        with self.resident():
+            self._version = self._saving().load(meta, self._version)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version
+
+    def _saving(self) -> EngineCheckpoints:
+        if self._checkpoints is None:
+            raise _not_initialized(self)
+        return self._checkpoints
+
+    def _tensors_to_move(self) -> Iterator[Tensor]:
+        """Weights, masters and optimizer state; aliases may come several times."""
+        assert self.module is not None
+        yield from self.module.parameters()
+        if self._shards is not None and self._loop is not None:
+            yield from self._shards.shards.values()
+            for state in self._loop.optimizer.torch_optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _drop_gradients(self) -> None:
+        assert self.module is not None
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        if self._shards is not None:
+            self._shards.zero_grad()
+
+
 class RolloutFacade:
     """The inference engine that a train engine was connected to, and the weights it gets."""
 
@@ -172,6 +257,13 @@ class RolloutFacade:
         connected, self._connected_weights, self._rollout = self._connected_weights, None, None
         if connected is not None:
             connected.close()
+
+    @property
+    def connected_weights(self) -> ConnectedWeights:
+        """What brings weights to the connected inference engine; EngineError where none is connected by address."""
+        if self._connected_weights is None:
+            raise EngineError("no remote inference engine is connected; call connect_engine() first")
+        return self._connected_weights
 
     def attach_weight_updater(self, updater: Any) -> None:
         """Give the engine the ``WeightUpdater`` that ``update_weights`` runs."""
@@ -214,8 +306,22 @@ class ServiceFacade:
     device: torch.device
 
     def export_stats(self) -> dict[str, float]:
-        """Statistics since the last call, reduced over data-parallel ranks; every rank must call."""
-        return stats_tracker.export_all(reduce_group=self.groups.data)
+        """Statistics since the last call, reduced over data-parallel ranks; every rank must call.
+
+        All stages of a pipeline return the same: what the last one recorded, as the loss was there, then what only
+        others did. Memory is that of the stage with most.
+        """
+        stats = stats_tracker.export_all(reduce_group=self.groups.data)
+        if self.groups.pp is None:
+            return stats
+        last = value_of_rank(stats, self.groups.result_rank, self.groups.model)
+        merged: dict[str, float] = {}
+        exports = gather_json(stats, self.groups.pp)
+        for export in [last, *exports]:
+            merged = {**export, **merged}
+        for key in (key for key in merged if key.startswith(MEMORY_SCOPE)):
+            merged[key] = max(export[key] for export in exports if key in export)
+        return merged
 
     def get_device_stats(self) -> Any:
         """Memory of this rank's device as a ``DeviceRuntimeInfo`` in GB."""

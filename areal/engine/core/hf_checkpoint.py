@@ -7,7 +7,6 @@ by the backends' checkpoint code.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -27,7 +25,6 @@ from areal.utils.fs import fsync_file
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
-    from transformers import PreTrainedModel
 
 MAX_FILE_BYTES = 5_000_000_000
 SHARDED_FROM_BYTES = 1_000_000_000  # smaller models are one file, written by rank 0
@@ -55,35 +52,22 @@ class HfExport:
 
     Attributes:
         config, generation_config: of the model; the config names the dtype of the files.
-        total_bytes: size of all tensors, the same on every rank.
         extras: tokenizer and processor (objects with ``save_pretrained``).
         optimizer_state: this rank's shards, for a file per rank beside the weights; None writes none.
     """
 
     config: Any
     generation_config: Any
-    total_bytes: int
     extras: tuple[Any, ...] = ()
     optimizer_state: Mapping[str, Tensor] | None = None
 
 
-def describe_export(
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    total_bytes: int,
-    extras: Iterable[Any],
-    optimizer_state: Mapping[str, Tensor] | None,
-) -> HfExport:
-    """``HfExport`` of ``model`` in ``dtype``; ``extras`` that are None are left out."""
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    generation = copy.deepcopy(model.generation_config) if model.can_generate() else None
-    return HfExport(config, generation, total_bytes, tuple(e for e in extras if e is not None), optimizer_state)
-
-
 def export_hf(
-    path: str | os.PathLike[str], export: HfExport, tensors: Iterable[HfTensor], group: dist.ProcessGroup | None
+    path: str | os.PathLike[str],
+    export: HfExport,
+    tensors: Iterable[HfTensor],
+    total_bytes: int,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Write a Hugging Face directory; every rank must call.
 
@@ -93,13 +77,14 @@ def export_hf(
         path: directory to make or replace.
         export: config, tokenizer, optimizer.
         tensors: each weight once (tied ones under their first name), the same on every rank.
+        total_bytes: size of all tensors, the same on every rank.
         group: all ranks of the engine.
 
     Raises:
         CheckpointError: a rank could not write, on every rank; what was at ``path`` is unchanged.
     """
     with shared_directory(path, group) as work:
-        files = FilePlan(export.total_bytes, _n_writers(export.total_bytes, group))
+        files = FilePlan(total_bytes, _n_writers(total_bytes, group))
         _write_own_files(work, tensors, files, group_rank(group))
         if group_rank(group) == 0:
             _write_small_files(work, export, files)

@@ -18,7 +18,9 @@ import torch
 from areal.utils import stats_tracker
 from areal.utils.stats_reduction import ReduceType
 
-__all__ = ["memory_of"]
+__all__ = ["MEMORY_SCOPE", "memory_of"]
+
+MEMORY_SCOPE = "memory/"
 
 _GIB = 1024**3
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
@@ -37,7 +39,7 @@ def memory_of(phase: str, device: torch.device) -> Iterator[None]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT
         allocated = psutil.Process().memory_info().rss
         peak = max(peak, allocated)  # the kernel counts the peak in batches of pages
-    with stats_tracker.disable_scope(), stats_tracker.scope(f"memory/{phase}"):
+    with stats_tracker.disable_scope(), stats_tracker.scope(f"{MEMORY_SCOPE}{phase}"):
         stats_tracker.denominator(calls=_CALLS)
         figures = {"peak_gb": peak, "allocated_gb": allocated}
         values = {name: torch.tensor([n_bytes / _GIB], dtype=torch.float32) for name, n_bytes in figures.items()}

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from areal.api.config.fields import is_default
 from areal.engine.core.distributed import gather_rows, group_rank, group_size
 from areal.engine.core.empty_model import empty_causal_lm
+from areal.engine.core.model_layout import NamedParameters
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.shared_prefix import find_shared_prefixes
 from areal.models.transformers.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
@@ -117,7 +118,7 @@ def build_causal_lm(
         ConfigError: the path is empty or is no causal LM, or the attention cannot run on the device.
         UnsupportedFeatureError: the setting belongs to a feature that is not available.
     """
-    _refuse_later_features(config)
+    refuse_later_features(config)
     compute_dtype = getattr(torch, config.dtype)
     attention = resolve_attention(config.attn_impl, device, compute_dtype, training=config.optimizer is not None)
     if not config.path:
@@ -160,9 +161,9 @@ def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, *, 
     return name
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+def cast_parameters(module: NamedParameters, dtype: torch.dtype) -> None:
     """Cast parameters in place; buffers (rotary frequencies) keep their precision."""
-    for parameter in module.parameters():
+    for _, parameter in module.named_parameters():
         parameter.data = parameter.data.to(dtype)
 
 
@@ -188,7 +189,7 @@ def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training:
     return None
 
 
-def _refuse_later_features(config: TrainEngineConfig) -> None:
+def refuse_later_features(config: TrainEngineConfig) -> None:
     refused = {
         "is_critic": "critics and value heads",
         "use_lora": "LoRA",

@@ -21,6 +21,7 @@ from areal.engine.core.distributed import all_reduce_sum
 from areal.engine.core.layer_step import LayerwiseAdamW
 from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.model import cast_parameters
+from areal.engine.core.model_layout import NamedParameters
 from areal.utils import logging
 from areal.utils.errors import ConfigError, EngineError
 
@@ -60,7 +61,7 @@ class ParamShards(Protocol):
 class PlainShards:
     """One process, float32: the parameters are their own shards."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: NamedParameters) -> None:
         self.shards: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
 
     def collect_gradients(self) -> list[Tensor]:
@@ -81,7 +82,7 @@ class MasterShards:
     round, and the low-precision gradient is freed at once.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: NamedParameters, dtype: torch.dtype) -> None:
         """Args: ``module`` holds float32 parameters, the masters from here on; it will compute in ``dtype``."""
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.shards: dict[str, Tensor] = {n: p.data.float().requires_grad_() for n, p in trained.items()}

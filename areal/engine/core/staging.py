@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.core.distributed import COLLECTIVE_TIMEOUT, group_rank
+from areal.engine.core.tensor_parts import box_index, own_index
 from areal.utils.errors import EngineError
 from areal.utils.ranks import gather_json
 
@@ -25,19 +26,25 @@ class Piece:
     """This rank's part of a tensor.
 
     Attributes:
-        data: contiguous values of the part.
+        data: values of the part.
         shape: of the whole tensor.
         offset: where the part begins, per dimension.
+        dtype: in which it is wanted.
     """
 
     data: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    dtype: torch.dtype
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """Where the part is in the whole tensor."""
-        return box_index(self.offset, tuple(self.data.shape))
+    @classmethod
+    def of(cls, tensor: Tensor, data: Tensor, dtype: torch.dtype) -> Self:
+        """``data``: this rank's part of ``tensor``, or a copy of it."""
+        return cls(data, tuple(tensor.shape), tuple(part.start for part in own_index(tensor)), dtype)
+
+    def on_host(self) -> Tensor:
+        """The values, contiguous, in host memory and as ``dtype``."""
+        return self.data.to("cpu", self.dtype).contiguous()
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part
@@ -106,32 +113,53 @@ class HostStage:
 
 
 class PieceGatherer:
-    """Makes whole tensors of the ranks' pieces; every rank must call, with the same names in the same order."""
+    """Makes whole tensors of the ranks' pieces; every rank must call, with the same names in the same order.
+
+    Attributes:
+        outlines: every tensor of which some rank has a piece, on the meta device; the same on all ranks, in the order
+            of the ranks that have them.
+    """
 
     def __init__(self, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None) -> None:
         """Args: ``group`` (gloo) is used by nobody else meanwhile."""
         self.pieces, self.group = pieces, group
-        mine = {name: [list(piece.offset), list(piece.data.shape)] for name, piece in pieces.items()}
-        self._boxes = [] if group is None else gather_json(mine, group)
+        mine: dict[str, list[Any]] = {
+            name: [list(piece.offset), list(piece.data.shape), list(piece.shape), str(piece.dtype)]
+            for name, piece in pieces.items()
+        }
+        told = [mine] if group is None else gather_json(mine, group)
+        self._boxes: list[dict[str, Box]] = []
+        self.outlines: dict[str, Tensor] = {}
+        for boxes in told:
+            self._boxes.append({name: (tuple(offset), tuple(size)) for name, (offset, size, *_) in boxes.items()})
+            for name, (*_, shape, dtype) in boxes.items():
+                if name not in self.outlines:
+                    kind = getattr(torch, dtype.removeprefix("torch."))
+                    self.outlines[name] = torch.empty(shape, dtype=kind, device="meta")
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all whole tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.outlines.values())
 
     def fetch(self, name: str, owner: int) -> Tensor | None:
         """The whole tensor on rank ``owner`` of the group, None on the others."""
-        piece = self.pieces[name]
         if self.group is None:
-            return piece.data
-        rank = group_rank(self.group)
+            return self.pieces[name].on_host()
+        rank, outline = group_rank(self.group), self.outlines[name]
         senders = self._senders(name, owner)
         if rank != owner:
             if rank in senders:
-                dist.send(piece.data, group_dst=owner, group=self.group)
+                dist.send(self.pieces[name].on_host(), group_dst=owner, group=self.group)
             return None
-        if senders.get(owner) == ((0,) * len(piece.shape), piece.shape):
-            return piece.data
-        whole = torch.empty(piece.shape, dtype=piece.data.dtype)
+        if senders.get(owner) == ((0,) * outline.dim(), tuple(outline.shape)):
+            return self.pieces[name].on_host()
+        whole = torch.empty(outline.shape, dtype=outline.dtype)
         for sender, (offset, shape) in senders.items():
-            part = piece.data
-            if sender != owner:
-                part = torch.empty(shape, dtype=piece.data.dtype)
+            if sender == owner:
+                part = self.pieces[name].on_host()
+            else:
+                part = torch.empty(shape, dtype=outline.dtype)
                 dist.recv(part, group_src=sender, group=self.group)
             whole[box_index(offset, shape)] = part
         return whole
@@ -141,12 +169,7 @@ class PieceGatherer:
         order = [owner, *(rank for rank in range(len(self._boxes)) if rank != owner)]
         found: dict[Box, int] = {}
         for rank in order:
-            offset, shape = (tuple(part) for part in self._boxes[rank][name])
-            if all(shape):
-                found.setdefault((offset, shape), rank)
+            box = self._boxes[rank].get(name)
+            if box is not None and all(box[1]):
+                found.setdefault(box, rank)
         return {rank: box for box, rank in found.items()}
-
-
-def box_index(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Slices of a part in the whole tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from areal.engine.core.model_layout import NamedParameters
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
@@ -17,7 +19,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return local.float()
 
 
-def shard_copies(module: nn.Module) -> dict[str, int]:
+def shard_copies(module: NamedParameters) -> dict[str, int]:
     """Ranks that hold each parameter's local shard; norms and some biases are whole on every tensor-parallel rank."""
     copies = {}
     for name, parameter in module.named_parameters():

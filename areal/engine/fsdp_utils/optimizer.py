@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from areal.engine.core.model_layout import NamedParameters
 from areal.engine.core.optimizer import LowPrecisionShards, MasterShards, ParamShards, PlainShards
 from areal.engine.fsdp_utils.grad import local_gradient
 
@@ -15,7 +16,7 @@ __all__ = ["DTensorShards", "build_shards"]
 class DTensorShards:
     """Float32 local shards of FSDP2 parameters; they share storage, so a step needs no copy back."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: NamedParameters) -> None:
         self._parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.shards: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -36,7 +37,7 @@ class DTensorShards:
             self.shards[name].grad = None
 
 
-def build_shards(module: torch.nn.Module, dtype: torch.dtype, *, sharded: bool) -> ParamShards:
+def build_shards(module: NamedParameters, dtype: torch.dtype, *, sharded: bool) -> ParamShards:
     """Shards of ``module`` for compute in ``dtype``; its parameters are float32, or of ``dtype`` for adam_bf16."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if any(parameter.dtype != torch.float32 for parameter in trained.values()):

@@ -1,41 +1,41 @@
-"""Checkpoints of one FSDP engine: which of its shards go where, in every layout.
+"""Checkpoints of one engine: which of its shards go where, in both formats and every layout of ranks.
 
-In: the sharded model, its float32 masters and optimizer. Out: directories of ``engine/core``'s two formats, written at
-once or from a snapshot. Called by ``areal/engine/fsdp_engine.py``; every rank must call every method.
+In: a ``ModelLayout``, its float32 masters and optimizer. Out: directories of the formats of ``checkpoint`` and
+``hf_checkpoint``, written at once or from a snapshot. Called by the engines; every rank must call every method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedModel
 
 from areal.engine.core.checkpoint import load_dcp, load_optimizer_file, rng_state, save_dcp
-from areal.engine.core.hf_checkpoint import HfTensor, describe_export, export_hf
-from areal.engine.core.hf_names import CheckpointNames
+from areal.engine.core.hf_checkpoint import HfExport, HfTensor, export_hf
+from areal.engine.core.hf_load import load_hf_weights
+from areal.engine.core.model_layout import ModelLayout, named_full_tensors, named_tensors
 from areal.engine.core.optimizer import ClippedOptimizer, ParamShards
 from areal.engine.core.staging import HostStage, Piece, PieceGatherer
-from areal.engine.fsdp_utils.hf_load import load_hf_weights
-from areal.engine.fsdp_utils.weights import named_full_tensors, persistent_buffers
+from areal.engine.core.tensor_parts import laid_out_like, local_part
 from areal.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal.api.io_struct import SaveLoadMeta
     from areal.engine.core.parallel_dims import ParallelGroups
 
+__all__ = ["EngineCheckpoints"]
 
-class FsdpCheckpoints:
+
+class EngineCheckpoints:
     """Saves and loads one engine.
 
     Args:
-        model: sharded, or whole in a process of its own.
-        shards: the float32 masters; None for an engine that only scores.
+        layout: of the model, sharded or whole; a pipeline rank's part of it.
+        shards: the float32 masters, under the layout's own names; None for an engine that only scores.
         optimizer: None for such an engine.
         groups: of this rank.
         dtype: of Hugging Face exports.
@@ -43,28 +43,23 @@ class FsdpCheckpoints:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        layout: ModelLayout,
         shards: ParamShards | None,
         optimizer: ClippedOptimizer | None,
         groups: ParallelGroups,
         dtype: torch.dtype,
     ) -> None:
-        self.model, self.shards, self.optimizer, self.groups, self.dtype = model, shards, optimizer, groups, dtype
+        self.layout, self.shards, self.optimizer, self.groups, self.dtype = layout, shards, optimizer, groups, dtype
         self._stage: HostStage | None = None
 
     def save(self, meta: SaveLoadMeta, version: int) -> None:
         """Write ``meta.path`` whole or not at all."""
         _check_format(meta)
         if meta.weight_format == "hf":
-            optimizer_state = self._optimizer_state() if meta.with_optim else None
-            total = sum(parameter.numel() for parameter in self.model.parameters()) * self.dtype.itemsize
-            extras = (meta.tokenizer, meta.processor)
-            export = describe_export(self.model, self.dtype, total, extras, optimizer_state)
-            tensors = (_fetched(name, full) for name, full in named_full_tensors(self.model, self.dtype))
-            export_hf(meta.path, export, tensors, self.groups.cpu)
+            self._save_hf(meta)
         else:
-            tensors_of_all = recover_tensors(self.model, self.shards, self._optimizer_to_save(meta))
-            save_dcp(meta.path, tensors_of_all, rng_state(), self._document(version), self.groups.cpu)
+            tensors = recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta))
+            save_dcp(meta.path, tensors, rng_state(), self._document(version), self.groups.cpu)
 
     def stage(self, meta: SaveLoadMeta, version: int) -> Callable[[], None]:
         """Copy what :meth:`save` would write to the host; the returned function writes it, from any thread.
@@ -94,12 +89,15 @@ class FsdpCheckpoints:
         """Read ``meta.path``; returns the version of the weights (``version`` for ``hf``, which knows none)."""
         _check_format(meta)
         if meta.weight_format == "hf":
-            load_hf_weights(self.model, self.shards, meta.path, self.groups.cpu)
+            load_hf_weights(self.layout, self.shards, meta.path, self.groups.cpu)
             if meta.with_optim:
                 load_optimizer_file(meta.path, self._optimizer_state(), self.groups.cpu)
             return version
-        tensors = recover_tensors(self.model, self.shards, self._optimizer_to_save(meta))
+        tensors = recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta))
         state = load_dcp(meta.path, tensors, self._identity(), self.groups.cpu)
+        if self.layout.copies:  # where this rank holds both, one was read
+            for key, tensor in _recover_pairs(self.layout, self.shards, self._optimizer_to_save(meta)):
+                local_part(tensor).copy_(local_part(tensors[key]))
         if self.shards is not None:
             self.shards.write_back()
         if self.optimizer is not None:
@@ -113,32 +111,52 @@ class FsdpCheckpoints:
             self._stage.close()
             self._stage = None
 
+    def _save_hf(self, meta: SaveLoadMeta) -> None:
+        export = self._export((meta.tokenizer, meta.processor), self._optimizer_state() if meta.with_optim else None)
+        if self.groups.pp is None:
+            total = sum(parameter.numel() for _, parameter in self.layout.named_parameters()) * self.dtype.itemsize
+            pairs = named_full_tensors(self.layout, self.dtype)
+            tensors: Iterator[HfTensor] = (_fetched(name, full) for name, full in pairs)
+        else:  # ranks of other stages have other tensors, so gathering takes more than the ranks that hold a part
+            pieces = {n: Piece.of(t, local_part(t), self._export_dtype(t)) for n, t in named_tensors(self.layout)}
+            gatherer = PieceGatherer(pieces, self.groups.cpu)
+            total, tensors = gatherer.total_bytes, _gathered(self.layout, gatherer)
+        export_hf(meta.path, export, tensors, total, self.groups.cpu)
+
     def _stage_hf(self, meta: SaveLoadMeta, stage: HostStage) -> Callable[[], None]:
-        pieces, total = {}, 0
-        for name, tensor in [*self.model.named_parameters(), *persistent_buffers(self.model)]:
-            dtype = self.dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
-            pieces[name] = piece_of(tensor, stage.keep(f"hf.{name}", local_part(tensor), dtype))
-            total += tensor.numel() * dtype.itemsize
+        pieces = {}
+        for name, tensor in named_tensors(self.layout):
+            dtype = self._export_dtype(tensor)
+            pieces[name] = Piece.of(tensor, stage.keep(f"hf.{name}", local_part(tensor), dtype), dtype)
         state = None
         if meta.with_optim:
             state = {name: stage.keep(f"hf.optim.{name}", value) for name, value in self._optimizer_state().items()}
-        extras = (stage.own_copy(meta.tokenizer), stage.own_copy(meta.processor))
-        export = describe_export(self.model, self.dtype, total, extras, state)
-        path, model = meta.path, self.model
+        export = self._export((stage.own_copy(meta.tokenizer), stage.own_copy(meta.processor)), state)
+        path, layout = meta.path, self.layout
 
         def write() -> None:
             gatherer = PieceGatherer(pieces, stage.group)
-            export_hf(path, export, _gathered(model, gatherer), stage.group)
+            export_hf(path, export, _gathered(layout, gatherer), gatherer.total_bytes, stage.group)
 
         return write
 
     def _stage_dcp(self, meta: SaveLoadMeta, stage: HostStage, version: int) -> Callable[[], None]:
         tensors = {}
-        for name, tensor in recover_tensors(self.model, self.shards, self._optimizer_to_save(meta)).items():
+        for name, tensor in recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta)).items():
             host = stage.keep(f"dcp.{name}", local_part(tensor))
             tensors[name] = DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
         rng, document, path = rng_state(), self._document(version), meta.path
         return lambda: save_dcp(path, tensors, rng, document, stage.group)
+
+    def _export(self, extras: tuple[Any, ...], optimizer_state: dict[str, Tensor] | None) -> HfExport:
+        """Everything but the weights."""
+        config, generation_config = self.layout.configs()
+        config.dtype = self.dtype
+        kept = tuple(extra for extra in extras if extra is not None)
+        return HfExport(config, generation_config, kept, optimizer_state)
+
+    def _export_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
 
     def _document(self, version: int) -> dict[str, Any]:
         state = {"version": version, **self._identity()}
@@ -147,7 +165,7 @@ class FsdpCheckpoints:
         return state
 
     def _identity(self) -> dict[str, Any]:
-        return {"model_type": self.model.config.model_type}
+        return {"model_type": self.layout.model_type}
 
     def _optimizer_to_save(self, meta: SaveLoadMeta) -> ClippedOptimizer | None:
         return self.optimizer if meta.with_optim else None
@@ -159,7 +177,7 @@ class FsdpCheckpoints:
 
 
 def recover_tensors(
-    model: PreTrainedModel, shards: ParamShards | None, optimizer: ClippedOptimizer | None
+    layout: ModelLayout, shards: ParamShards | None, optimizer: ClippedOptimizer | None
 ) -> dict[str, Tensor]:
     """Flat ``{key: tensor}`` of weights (float32 masters) and optimizer state; loading writes into these tensors.
 
@@ -167,14 +185,23 @@ def recover_tensors(
     read by another number of ranks in another layout.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for key, tensor in _recover_pairs(layout, shards, optimizer):
+        tensors.setdefault(key, tensor)
+    return tensors
+
+
+def _recover_pairs(
+    layout: ModelLayout, shards: ParamShards | None, optimizer: ClippedOptimizer | None
+) -> Iterator[tuple[str, Tensor]]:
+    """See :func:`recover_tensors`; copies of a parameter come under its key too."""
+    for name, parameter in layout.named_parameters():
+        kept = layout.copies.get(name, name)
         shard = shards.shards.get(name) if shards is not None else None
         local = shard if shard is not None else parameter
-        tensors[f"model.{name}"] = _like(parameter, local.detach())
+        yield f"model.{kept}", laid_out_like(parameter, local.detach())
         if optimizer is not None and shard is not None:
             for key, value in optimizer.state_tensors(name).items():
-                tensors[f"optim.{name}.{key}"] = value if value.dim() == 0 else _like(parameter, value)
-    return tensors
+                yield f"optim.{kept}.{key}", value if value.dim() == 0 else laid_out_like(parameter, value)
 
 
 def local_optimizer_state(shards: ParamShards, optimizer: ClippedOptimizer) -> dict[str, Tensor]:
@@ -182,37 +209,19 @@ def local_optimizer_state(shards: ParamShards, optimizer: ClippedOptimizer) -> d
     return {f"{name}.{key}": value for name in shards.shards for key, value in optimizer.state_tensors(name).items()}
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without history."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+def _gathered(layout: ModelLayout, gatherer: PieceGatherer) -> Iterator[HfTensor]:
+    """Tensors of all ranks' pieces under their checkpoint names, the same on every rank."""
+    for name, outline in gatherer.outlines.items():
+        whole = _SplitTensor(name, layout, gatherer)
+        for part_name, part in layout.split(name, outline):
+            yield HfTensor(part_name, part.numel() * part.element_size(), partial(whole.fetch, part_name))
 
 
-def piece_of(tensor: Tensor, host: Tensor) -> Piece:
-    """``host``, a copy of this rank's part of ``tensor``, with its place in the whole."""
-    if not isinstance(tensor, DTensor):
-        return Piece(host, tuple(tensor.shape), (0,) * tensor.dim())
-    shape = tuple(tensor.shape)
-    _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    return Piece(host, shape, tuple(offset))
+class _SplitTensor:
+    """A tensor that the checkpoint has in parts (fused experts); gathered once for each rank that writes parts."""
 
-
-def _gathered(model: PreTrainedModel, gatherer: PieceGatherer) -> Iterator[HfTensor]:
-    """Tensors of a snapshot under their checkpoint names, the same on every rank."""
-    names = CheckpointNames(model)
-    for name, piece in gatherer.pieces.items():
-        whole = _SplitParameter(name, names, gatherer)
-        outline = torch.empty(piece.shape, dtype=piece.data.dtype, device="meta")
-        for part_name, part in names.split(name, outline):
-            n_bytes = part.numel() * part.element_size()
-            yield HfTensor(part_name, n_bytes, lambda owner, part=part_name, whole=whole: whole.fetch(part, owner))
-
-
-class _SplitParameter:
-    """A parameter that the checkpoint has in parts (fused experts); gathered once for each rank that writes parts."""
-
-    def __init__(self, name: str, names: CheckpointNames, gatherer: PieceGatherer) -> None:
-        self.name, self.names, self.gatherer = name, names, gatherer
+    def __init__(self, name: str, layout: ModelLayout, gatherer: PieceGatherer) -> None:
+        self.name, self.layout, self.gatherer = name, layout, gatherer
         self._owner: int | None = None
         self._parts: dict[str, Tensor] = {}
 
@@ -220,7 +229,7 @@ class _SplitParameter:
         """One part on rank ``owner``, None on the others; every rank must call."""
         if owner != self._owner:
             whole = self.gatherer.fetch(self.name, owner)
-            self._owner, self._parts = owner, {} if whole is None else dict(self.names.split(self.name, whole))
+            self._owner, self._parts = owner, {} if whole is None else dict(self.layout.split(self.name, whole))
         return self._parts.get(part)
 
 
@@ -231,12 +240,3 @@ def _fetched(name: str, full: Tensor) -> HfTensor:
 def _check_format(meta: SaveLoadMeta) -> None:
     if meta.weight_format not in ("hf", "dcp"):
         raise ConfigError(f"weight_format={meta.weight_format!r} is not valid; allowed: hf, dcp")
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(local, DTensor):
-        return local
-    # Not from_local: it would copy what lives in host memory (moments of a layer-by-layer step) to the mesh's device,
-    # and loading would fill the copy.
-    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
-    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
