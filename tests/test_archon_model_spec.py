@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.experimental.models.archon import model_spec
+from areal.experimental.models.archon.base import ArchonModel
 from areal.experimental.models.archon.llama import LLAMA
 from areal.experimental.models.archon.model_spec import (
     get_model_spec,
@@ -17,6 +21,8 @@ from areal.experimental.models.archon.model_spec import (
     register_model_spec,
 )
 from areal.experimental.models.archon.qwen3 import QWEN3
+from tests.archon_fakes import hf_model
+from tests.engine_fakes import engine_config
 
 
 @pytest.fixture
@@ -76,3 +82,19 @@ def test_register_model_spec_of_a_taken_type_raises_and_registers_nothing(
         register_model_spec(LLAMA)
 
     assert registry == before
+
+
+def test_engine_of_a_family_with_a_layout_of_its_own_uses_it(registry: dict[str, Any], tmp_path: Path) -> None:
+    seen: list[ArchonModel] = []
+
+    def lay_out(model: ArchonModel, *arguments: Any) -> None:
+        seen.append(model)
+
+    registry["qwen3"] = replace(QWEN3, parallelize_fn=lay_out)
+    hf_model("qwen3").save_pretrained(tmp_path)
+    engine = ArchonEngine(engine_config(str(tmp_path), backend="archon:d1"))
+
+    engine.initialize()
+
+    assert seen == engine.parts
+    engine.destroy()

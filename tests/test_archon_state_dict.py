@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import PreTrainedModel
 
-from areal.experimental.models.archon.state_dict import StateDictAdapter
+from areal.experimental.models.archon.state_dict import LAYER_MODULES, StateDictAdapter
+from areal.utils.errors import CheckpointError
 from tests.archon_fakes import FAMILIES, archon_model, hf_logits, hf_model, packed_row
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -136,8 +139,6 @@ def test_from_hf_of_unknown_tensors_names_them_but_skips_rotary_frequencies(capl
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_weights_written_by_the_adapter_load_in_transformers(family: str, tmp_path: Path) -> None:
     """Archon trains, transformers loads: the whole way round, through files."""
-    from safetensors.torch import save_file
-
     hf = hf_model(family)
     model = archon_model(hf)
     row = packed_row()
@@ -151,3 +152,104 @@ def test_weights_written_by_the_adapter_load_in_transformers(family: str, tmp_pa
     loaded = type(hf).from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
 
     torch.testing.assert_close(model(*row), hf_logits(loaded, row[0]), rtol=1e-5, atol=1e-5)
+
+
+def _composite(checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors as a checkpoint with a vision tower has them, without the tower; the head keeps its name."""
+    return {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in checkpoint.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen2_untied", "qwen3_moe"])
+def test_from_hf_of_composite_names_equals_that_of_plain_names(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = hf_model(family)
+    checkpoint = _saved(hf, tmp_path)
+    adapter = StateDictAdapter(archon_model(hf).args)
+
+    actual = adapter.from_hf({**_composite(checkpoint), "model.visual.patch_embed.weight": torch.ones(1)})
+
+    _assert_same(actual, adapter.from_hf(checkpoint))
+    assert "1 checkpoint tensor(s): ['model.visual.patch_embed.weight']" in caplog.text
+
+
+@pytest.mark.parametrize("with_index", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_untied", "qwen3_moe"])
+def test_to_hf_writes_the_kind_of_names_that_the_source_has(family: str, with_index: bool, tmp_path: Path) -> None:
+    hf = hf_model(family)
+    model = archon_model(hf)
+    plain = _saved(hf, tmp_path / "plain")
+    composite = _composite(plain)
+    (tmp_path / "composite").mkdir()
+    file = "model-00001-of-00001.safetensors" if with_index else "model.safetensors"
+    save_file(composite, tmp_path / "composite" / file, {"format": "pt"})
+    if with_index:
+        index = {"weight_map": dict.fromkeys(composite, file)}
+        (tmp_path / "composite" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    from_plain = StateDictAdapter(model.args, tmp_path / "plain").to_hf(model.state_dict())
+    from_composite = StateDictAdapter(model.args, tmp_path / "composite").to_hf(model.state_dict())
+
+    _assert_same(from_plain, plain)
+    _assert_same(from_composite, composite)
+
+
+def test_fqn_to_index_mapping_of_several_files_numbers_them_as_their_names_do(tmp_path: Path) -> None:
+    hf = hf_model("qwen2")
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    args = archon_model(hf).args
+
+    mapping = StateDictAdapter(args, tmp_path).fqn_to_index_mapping
+
+    assert mapping is not None
+    assert max(mapping.values()) > 1
+    assert sorted(mapping) == sorted(StateDictAdapter(args).to_hf(archon_model(hf).state_dict()))
+    n_files = max(mapping.values())
+    for key, number in mapping.items():
+        assert key in load_file(tmp_path / f"model-{number:05d}-of-{n_files:05d}.safetensors")
+
+
+def test_fqn_to_index_mapping_without_index_is_none(tmp_path: Path) -> None:
+    hf = hf_model("qwen2")
+    hf.save_pretrained(tmp_path / "one_file")
+    args = archon_model(hf).args
+
+    for path in (None, "organisation/model", tmp_path / "absent", tmp_path / "one_file"):
+        assert StateDictAdapter(args, path).fqn_to_index_mapping is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_adapter_of_a_damaged_checkpoint_names_the_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{")
+
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.*names cannot be read"):
+        StateDictAdapter(archon_model(hf_model("qwen2")).args, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+def test_get_hf_storage_reader_fills_a_model_through_distributed_checkpointing(shards: str, tmp_path: Path) -> None:
+    hf = hf_model("qwen3_moe")
+    hf.save_pretrained(tmp_path, max_shard_size=shards)
+    model = archon_model(hf)
+    adapter = StateDictAdapter(model.args, tmp_path)
+    wanted = {key: torch.zeros_like(tensor) for key, tensor in adapter.to_hf(model.state_dict()).items()}
+
+    dcp.load(wanted, storage_reader=adapter.get_hf_storage_reader(tmp_path), no_dist=True)
+
+    _assert_same(adapter.from_hf(wanted), dict(model.state_dict()))
+
+
+def test_adapter_with_other_tables_translates_both_ways() -> None:
+    class Renamed(StateDictAdapter):
+        layer_modules = {**LAYER_MODULES, "ffn_norm": "other_norm"}
+
+    model = archon_model(hf_model("qwen2"))
+    adapter = Renamed(model.args)
+    state_dict = model.state_dict()
+
+    checkpoint = adapter.to_hf(state_dict)
+
+    assert "model.layers.1.other_norm.weight" in checkpoint
+    assert not any("post_attention_layernorm" in key for key in checkpoint)
+    _assert_same(adapter.from_hf(checkpoint), dict(state_dict))

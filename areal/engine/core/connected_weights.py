@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from areal.api.io_struct import ParamSpec
 from areal.engine.core.weight_sender import WeightSender
 from areal.engine.core.weight_sources import WeightGroup
 from areal.engine.core.weight_transfer import compare_ranks
@@ -28,7 +31,7 @@ from areal.utils.ranks import is_first_rank, together
 
 if TYPE_CHECKING:
     from areal.api.engine_api import TrainEngine
-    from areal.api.io_struct import ParamSpec, WeightUpdateMeta
+    from areal.api.io_struct import WeightUpdateMeta
     from areal.engine.core.weight_sync import ParamRecord, Received
     from areal.engine.inference.remote_engine import RemoteInfEngine
 
@@ -62,21 +65,65 @@ class ConnectedWeights:
             ConfigError: ``meta`` describes other servers than those that the inference engine has.
         """
         _check_meta(meta)
-        config = self._engine.config  # type: ignore[attr-defined]  # every engine has one
-        meta = dataclasses.replace(
-            meta,
-            version=self._engine.get_version() + 1 if meta.version is None else meta.version,
-            timeout_s=meta.timeout_s or config.weight_update_timeout_s,
-        )
+        meta = self._complete(meta)
         if meta.type == "disk":
             self._by_directory(meta)
         else:
             self._by_broadcast(meta)
 
+    @property
+    def group(self) -> WeightGroup | None:
+        """The group that broadcasts travel in, on the first rank; None: the next one builds it."""
+        return self._group
+
+    @property
+    def rollout(self) -> RemoteInfEngine:
+        """Connected to the servers."""
+        return self._rollout
+
+    def open_group(self, meta: WeightUpdateMeta) -> None:
+        """Build the group of broadcasts now, unless there is one; every rank calls.
+
+        Raises:
+            WeightSyncError: not every server joined.
+            ConfigError: as ``update``.
+        """
+        _check_meta(meta)
+        with together("the weight group was not built", WeightSyncError):
+            if is_first_rank() and self._group is None:
+                self._group = self._build(self._complete(meta))
+
+    def send(self, meta: WeightUpdateMeta, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        """Have the servers generate with ``pairs``, the tensors of a whole version; the first rank calls, whose group
+        is open.
+
+        Raises:
+            WeightSyncError: as ``update``, or no group is open.
+        """
+        meta, group = self._complete(meta), self._group
+        if group is None:
+            raise WeightSyncError("no weight group is open; call open_group() first")
+        specs = [ParamSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in pairs]
+        self._group = None
+        sent: Future[Any] = Future()
+        received = self._rollout.update_weights_from_distributed(meta, specs, self._check(meta, sent))
+        buckets = make_buckets(specs, meta.weight_chunked_mem_mb << 20)
+        self._both(group.name, received, lambda: _fulfil(sent, lambda: self._sender.send(group.name, buckets, pairs)))
+        self._group = group
+
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
         self._sender.close()
         self._group = None
+
+    def _complete(self, meta: WeightUpdateMeta) -> WeightUpdateMeta:
+        """``meta`` with the version and the limit that it leaves to this side."""
+        config = self._engine.config  # type: ignore[attr-defined]  # every engine has one
+        return dataclasses.replace(
+            meta,
+            version=self._engine.get_version() + 1 if meta.version is None else meta.version,
+            timeout_s=meta.timeout_s or config.weight_update_timeout_s,
+        )
 
     def _by_directory(self, meta: WeightUpdateMeta) -> None:
         if meta.path is None:

@@ -103,6 +103,32 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None, *, mean_gradie
     return gathered
 
 
+def reduce_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum ``[L, ...]`` of every rank and keep this rank's ``[L / size, ...]`` of it; every rank of ``group`` must call.
+
+    Backward gathers the gradients of all parts, so it is a collective too.
+    """
+    if group is None:
+        return x
+    reduced: torch.Tensor = _ReduceRows.apply(x, group)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+class _ReduceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
+        dist.reduce_scatter_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        whole = grad.new_empty((grad.shape[0] * group_size(ctx.group), *grad.shape[1:]))
+        dist.all_gather_single(whole, grad.contiguous(), group=ctx.group)
+        return whole, None
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, mean_gradient: bool) -> torch.Tensor:

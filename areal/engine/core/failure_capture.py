@@ -21,7 +21,7 @@ import math
 import platform
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.core.checkpoint import rng_state, set_rng_state, shared_directory
-from areal.engine.core.distributed import all_reduce_sum, group_rank, group_size
+from areal.engine.core.distributed import all_reduce_sum, current_device, group_rank, group_size
 from areal.engine.core.failure_files import (
     CONFIG_FILE,
     FAILURE_FILE,
@@ -48,7 +48,7 @@ from areal.engine.core.failure_files import (
 )
 from areal.utils import logging
 from areal.utils.errors import CheckpointError
-from areal.utils.ranks import together
+from areal.utils.ranks import gather_json, together
 
 if TYPE_CHECKING:
     from areal.engine.core.parallel_dims import ParallelGroups
@@ -111,8 +111,9 @@ class StepProbe:
 
     def inspect(self, grad_norm: float) -> None:
         """Finish the step; one collective and one host sync."""
-        losses = torch.stack(self._losses)
+        losses = torch.stack(self._losses) if self._losses else torch.zeros(0, device=current_device())
         weighted = (losses * torch.tensor(self._weights, device=losses.device)).sum()
+        all_reduce_sum(weighted, self.groups.pp)  # one pipeline stage has losses
         packed = torch.cat([all_reduce_sum(weighted, self.groups.loss).reshape(1), losses])
         total, *micro_losses = packed.tolist()
         self.judge(self, StepFindings(total / self.total_weight, grad_norm, micro_losses))
@@ -207,7 +208,7 @@ class FailureCapture:
             if rank == 0:
                 _write_json(aside / FAILURE_FILE, self._document(reason, call, findings))
                 _write_json(aside / CONFIG_FILE, written_settings(self.engine.config))
-                self.engine.module.config.save_pretrained(aside / MODEL_DIR)
+                self.engine.hf_config.save_pretrained(aside / MODEL_DIR)
             share = {"batch": encode_batch(call.input_), "micro_losses": findings.micro_losses}
             torch.save(share, aside / rank_file(rank))
         self.engine.save(SaveLoadMeta(str(aside / STATE_DIR), "dcp", True))
@@ -248,18 +249,20 @@ def watch_for_failures(engine: Any) -> None:
 def locate_bad_tensors(engine: Any, findings: StepFindings) -> None:
     """Fill in the first parameter and the first gradient that are not finite; every rank must call."""
     shards = engine.loop.optimizer.shards.shards
-    names = list(shards)
-    group = engine.groups.cpu
-    findings.first_bad_parameter = _first_bad(names, shards.values(), group)
-    findings.first_bad_gradient = _first_bad(names, (shard.grad for shard in shards.values()), group)
+    findings.first_bad_parameter = _first_bad(shards, engine.groups)
+    findings.first_bad_gradient = _first_bad({name: shard.grad for name, shard in shards.items()}, engine.groups)
 
 
-def _first_bad(names: list[str], tensors: Iterable[Tensor | None], group: dist.ProcessGroup | None) -> str | None:
-    bad = (i for i, t in enumerate(tensors) if t is not None and not bool(torch.isfinite(t.detach()).all()))
-    first = torch.tensor(next(bad, len(names)))
-    if group is not None:
-        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
-    return names[int(first)] if int(first) < len(names) else None
+def _first_bad(tensors: Mapping[str, Tensor | None], groups: ParallelGroups) -> str | None:
+    """Ranks of one stage hold the same names, those of another stage others, which come after all of the first's."""
+    bad = (
+        (group_rank(groups.pp), place, name)
+        for place, (name, tensor) in enumerate(tensors.items())
+        if tensor is not None and not bool(torch.isfinite(tensor.detach()).all())
+    )
+    own = next(bad, None)
+    ranks = [own] if groups.cpu is None else gather_json(own, groups.cpu)
+    return min(tuple(found) for found in ranks if found)[2] if any(ranks) else None
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -148,8 +148,9 @@ class _ChunkedHead(torch.autograd.Function):
             entropy[rows] = log_total - weighted / total
             if keep:
                 kept = p.div_(total[:, None])
-        ctx.save_for_backward(hidden, weight, log_sum, entropy, kept)
+        ctx.save_for_backward(hidden, weight, log_sum, entropy)
         ctx.labels, ctx.scale = labels, scale
+        ctx.kept = kept  # the first backward pass overwrites it; zero-bubble pipelines run a second one
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(low, high)
         return logprobs, entropy, low, high
@@ -157,7 +158,8 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_logprobs, grad_entropy = grads[:2]
-        hidden, weight, log_sum, entropy, kept = ctx.saved_tensors
+        hidden, weight, log_sum, entropy = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
         grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None and grad_entropy is None:

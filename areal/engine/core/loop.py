@@ -79,12 +79,12 @@ class TrainLoop:
             return {"update_successful": 0.0, "grad_norm": 0.0, "lr": optimizer.schedule.lr, **counts}
         factor = group_size(self.groups.loss) / total
         token_loss = _TokenLoss(self, loss_fn, token_mask)
-        remaining = iter(weights)
+        weight_of = {id(item): weight for item, weight in zip(batch.inputs, weights, strict=True)}
         call = TrainCall(input_, loss_fn, weight_fn, token_mask)
         probe = self.watcher.start(call, total) if self.watcher is not None else None
 
         def scaled_loss(output: LmOutput, model_input: ModelInput) -> Tensor:
-            weight = next(remaining)
+            weight = weight_of[id(model_input)]
             loss = token_loss(output, model_input, weight)
             if probe is not None:
                 probe.add(loss, weight)
@@ -100,26 +100,28 @@ class TrainLoop:
         batch = self._prepare(input_)
         weights, total = self._loss_weights(batch, weight_fn)
         token_loss = _TokenLoss(self, loss_fn, token_mask)
-        remaining = iter(weights)
+        weight_of = {id(item): weight for item, weight in zip(batch.inputs, weights, strict=True)}
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
         def add_loss(output: LmOutput, model_input: ModelInput) -> None:
-            weight = next(remaining)
+            weight = weight_of[id(model_input)]
             loss_sum.add_(token_loss(output, model_input, weight).float() * weight)
 
         self.runner.run(batch.inputs, add_loss, forward_only=True)
+        all_reduce_sum(loss_sum, self.groups.pp)  # one stage has it
         return all_reduce_sum(loss_sum, self.groups.loss) / max(total, torch.finfo(torch.float32).tiny)
 
     def forward_batch(self, input_: Trajectories, aggregate: Callable[..., Any] | None = None) -> Any:
         """Log-probs of the next token at every position, 0 at the last one, in the form of the input."""
         batch = self._prepare(input_)
-        parts: list[Tensor] = []
+        found: dict[int, Tensor] = {}
 
         def keep(output: LmOutput, model_input: ModelInput) -> None:
-            parts.append(self.tokens(output, model_input, None).logprobs)
+            found[id(model_input)] = self.tokens(output, model_input, None).logprobs
 
         self.runner.run(batch.inputs, keep, forward_only=True)
-        return batch.restore(parts)
+        parts = [found.get(id(item)) for item in batch.inputs]
+        return batch.restore(self._from_last_stage(batch.inputs, parts))
 
     def forward_backward_batch(
         self,
@@ -149,6 +151,17 @@ class TrainLoop:
     def _prepare(self, input_: Trajectories) -> EngineBatch:
         config = self.config
         return prepare_batch(input_, config.mb_spec, self.groups, self.device, pad_to_maximum=config.pad_to_maximum)
+
+    def _from_last_stage(self, inputs: list[ModelInput], parts: list[Tensor | None]) -> list[Tensor]:
+        """``[T]`` of every micro-batch, which one pipeline stage has, on all of them."""
+        whole = [
+            torch.zeros(item.batch.n_tokens, device=self.device) if part is None else part
+            for item, part in zip(inputs, parts, strict=True)
+        ]
+        if self.groups.pp is None:
+            return whole
+        together = all_reduce_sum(torch.cat(whole), self.groups.pp)
+        return list(together.split([part.shape[0] for part in whole]))
 
     def _loss_weights(self, batch: EngineBatch, weight_fn: LossWeightFn) -> tuple[list[float], float]:
         """Weight of each micro-batch, and the sum over all ranks; one host sync."""

@@ -143,8 +143,18 @@ class WeightSender:
             self._member = None
         member.abort()
 
-    def send(self, name: str, buckets: Sequence[Sequence[ParamSpec]]) -> list[ParamRecord] | None:
+    def send(
+        self,
+        name: str,
+        buckets: Sequence[Sequence[ParamSpec]],
+        pairs: Sequence[tuple[str, Tensor]] | None = None,
+    ) -> list[ParamRecord] | None:
         """Broadcast the weights in the group ``name``; every rank calls, the first one says what it sent.
+
+        Args:
+            name: of the group.
+            buckets: what was announced.
+            pairs: tensors to send instead of the engine's; then the first rank calls alone.
 
         Raises:
             WeightSyncError: a receiver is gone, or the tensors are not those of ``buckets``; the group was left.
@@ -157,7 +167,9 @@ class WeightSender:
             self._join()
             raise WeightGroupLostError(f"weight group {name} was left before anything was sent")
         try:
-            return self._send(lambda pairs: send_buckets(member, pairs, buckets))
+            if pairs is not None:
+                return send_buckets(member, pairs, buckets)
+            return self._send(lambda own: send_buckets(member, own, buckets))
         except BaseException:
             self.leave_group(name)
             raise

@@ -223,8 +223,8 @@ class ExpertLayout:
 
     Attributes:
         strategy: ``replicate``: as all other weights; ``tensor``: every expert is cut; ``expert``: every rank has its
-            own experts; ``expert_token_split``: the same, and tensor-parallel ranks, which hold the same tokens, each
-            dispatch a part of them; ``expert_tensor``: ranks have their own experts and these are cut.
+            own experts; ``expert_token_split``: the same, and tensor-parallel ranks, which share a row's tokens out
+            between the layers, each dispatch their own; ``expert_tensor``: ranks have their own experts, which are cut.
         mesh: name of the mesh whose dimensions the placements are for; None for ``replicate``.
         w1_w3: placements of gate and up projections ``[E, hidden, dim]``, one for each dimension of the mesh.
         w2: placements of down projections ``[E, dim, hidden]``.

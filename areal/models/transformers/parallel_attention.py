@@ -60,14 +60,14 @@ class _ParallelAttention:
         kwargs.pop("position_ids", None)  # of the slice; the bounds say all
         attend = self._function(module)
         if sequence_group is not None:
-            query, key, value = _scatter_heads(query, key, value, sequence_group)
+            query, key, value = scatter_heads(query, key, value, sequence_group)
         mask = None
         if self.inner in _MASKED:
             mask = _packed_mask(cu_seq_lens_q, query, kwargs.get("sliding_window"))
             mask = mask if self.inner == "sdpa" else _additive(mask, query.dtype)
         view: Any = _ModuleView(module, self.inner, query.shape[1] // key.shape[1])
         output = attend(view, query, key, value, mask, cu_seq_lens_q=cu_seq_lens_q, **kwargs)[0]
-        return (output if sequence_group is None else _gather_heads(output, sequence_group)), None
+        return (output if sequence_group is None else gather_heads(output, sequence_group)), None
 
     def _function(self, module: nn.Module) -> Callable[..., Any]:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -103,9 +103,9 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
+        # The functional op, whose result activation checkpointing can keep.
+        ops, shares = torch.ops._c10d_functional, [1] * x.shape[0]
+        out: Tensor = ops.wait_tensor(ops.all_to_all_single(x.contiguous(), shares, shares, group.group_name))
         return out
 
     @staticmethod
@@ -113,9 +113,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-def _scatter_heads(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor]:
+def scatter_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """``[1, H, T / c, D]`` each -> ``[1, H / c, T, D]`` each (key and value: at least one head); one collective."""
     size = dist.get_world_size(group)
     if key.shape[1] < size:
@@ -128,7 +126,7 @@ def _scatter_heads(
     return q, k, v
 
 
-def _gather_heads(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_heads(output: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[1, T, H / c, D]`` -> ``[1, T / c, H, D]``."""
     size = dist.get_world_size(group)
     _, tokens, heads, width = output.shape

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 VARLEN_ATTENTION = "areal_varlen"
 # Padding, in query-key pairs, that a block may hold before it is split: one more block costs about as much.
@@ -246,6 +247,9 @@ def _plan_of(cu_seqlens: Tensor, device: torch.device) -> AttentionPlan:
     global _last_plan
     if _last_plan is not None and _last_plan[0]() is cu_seqlens and _last_plan[1] == device:
         return _last_plan[2]
-    plan = plan_attention(cu_seqlens, device)
+    # Activation checkpointing that chooses by op watches the ops of a layer twice and wants the same ones, but the
+    # second time a plan may be known, or no longer known: planning must not be seen.
+    with _disable_current_modes():
+        plan = plan_attention(cu_seqlens, device)
     _last_plan = (weakref.ref(cu_seqlens), device, plan)
     return plan

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -290,10 +291,14 @@ class Block(nn.Module):
 class ArchonModel(nn.Module):
     """A whole model, or the part of it that a pipeline stage keeps.
 
-    ``moe_class`` is set by families with experts; it is built from the ``ModelArgs``.
+    Attributes:
+        moe_class: set by families with experts; it is built from the ``ModelArgs``.
+        head_outside: set by an engine that computes log-probs from hidden states and ``head_weight``, chunk by chunk:
+            :meth:`forward` then ends with the final norm.
     """
 
     moe_class: ClassVar[type[nn.Module] | None] = None
+    head_outside = False
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -323,10 +328,17 @@ class ArchonModel(nn.Module):
         rope = self._rope_rows(positions, longest).to(x.dtype)
         for layer in self.layers.values():
             x = layer(x, rope, bounds, longest)
-        for head in (self.norm, self.output, self.score):
+        for head in (self.norm,) if self.head_outside else (self.norm, self.output, self.score):
             if head is not None:
                 x = head(x)
         return x
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Weight of the language head, ``[V, dim]`` or this rank's rows; under FSDP valid from forward to backward."""
+        assert self.output is not None
+        weight = self.output.weight
+        return weight.to_local() if isinstance(weight, DTensor) else weight
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -25,9 +25,9 @@ class ModelSpec:
         model_class: built from an instance of ``model_args_class``.
         model_args_class: has ``from_hf_config``.
         state_dict_adapter_class: names and shapes of Hugging Face checkpoints.
-        parallelize_fn: shards a model in place; None for a family that runs on one device only.
+        parallelize_fn: lays a model out over ranks; None: ``parallelize.parallelize_model``, which has its arguments.
         supported_model_types: values of ``model_type`` in ``config.json``.
-        pipelining_fn: splits a model into pipeline stages; None for a family that cannot be split.
+        pipelining_fn: cuts a pipeline stage out; None: ``pipeline_split.keep_modules``, which has its arguments.
     """
 
     name: str

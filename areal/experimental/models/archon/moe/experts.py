@@ -6,9 +6,12 @@ Called by ``moe/layer.py``.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Experts", "aligned_rows", "expert_range", "run_grouped", "run_one_by_one"]
 
@@ -39,24 +42,28 @@ class Experts(nn.Module):
 
         Args:
             rows: ``[N, dim]``, those of expert 0 first.
-            counts: int64 ``[E]``, rows of each expert; sums to N.
+            counts: int64 ``[E]``, rows of each expert; sums to N. ``[R * E]``: rows come from each of R senders in
+                turn. E experts are those of this rank.
 
         Returns: ``[N, dim]`` in the dtype of ``rows``.
         """
         run = run_grouped if rows.is_cuda and rows.dtype == torch.bfloat16 else run_one_by_one
-        return run(rows, counts, self.w1, self.w2, self.w3)
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        return run(rows, counts, w1, w2, w3)
 
 
 def run_one_by_one(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """One expert after the other, in any dtype; the counts come to the host. Arguments as in :class:`Experts`."""
-    parts = torch.split(rows, counts.tolist())  # an expert without rows computes an empty part, so its gradient is zero
-    return torch.cat([_swiglu(x, *w) for x, *w in zip(parts, w1, w2, w3, strict=True)])
+    parts = torch.split(rows, counts.tolist())
+    weights = itertools.cycle(zip(w1, w2, w3, strict=True))  # once for each sender
+    # An expert without rows computes an empty part, so its gradient is zero.
+    return torch.cat([_swiglu(part, *own) for part, own in zip(parts, weights, strict=False)])
 
 
 def run_grouped(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """All experts in one kernel for each product, without a host sync; bfloat16. Arguments as in :class:`Experts`."""
-    place, sizes = aligned_rows(counts, len(counts), len(rows))
-    length = -(-(len(rows) + GROUP_ALIGNMENT * len(counts)) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
+    place, sizes = aligned_rows(counts, len(w1), len(rows))
+    length = -(-(len(rows) + GROUP_ALIGNMENT * len(w1)) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
     ends = sizes.cumsum(0, dtype=torch.int32)
     x = rows.new_zeros(length, rows.shape[1]).index_copy(0, place, rows)
     hidden = F.silu(F.grouped_mm(x, w1.transpose(1, 2), offs=ends)) * F.grouped_mm(x, w3.transpose(1, 2), offs=ends)

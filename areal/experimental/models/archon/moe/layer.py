@@ -10,9 +10,12 @@ In: hidden states ``[1, L, dim]``. Out: the same shape. Built by ``base.Block`` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from areal.experimental.models.archon.activation_checkpoint import is_recomputing
 from areal.experimental.models.archon.base import ModelArgs
 from areal.experimental.models.archon.moe.experts import Experts
 from areal.experimental.models.archon.moe.router import Router, Routing
@@ -25,10 +28,12 @@ class MoE(nn.Module):
 
     Attributes:
         tokens_per_expert: int64 ``[E]`` buffer, visits of each expert since it was last set to zero. A forward pass
-            that activation checkpointing repeats counts twice.
+            that activation checkpointing repeats counts once.
+        exchange: set where experts are spread over ranks: called in their place, it brings rows to them and back.
     """
 
     tokens_per_expert: Tensor
+    exchange: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -50,9 +55,11 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         scores, experts = self.router(tokens)
         order, counts = sort_by_expert(experts, self.num_experts)
-        self.tokens_per_expert += counts
+        if not is_recomputing():
+            self.tokens_per_expert += counts
         rows = tokens[order // experts.shape[1]]
-        return combine(self.experts(rows, counts), order, scores).view_as(x)
+        run = self.experts if self.exchange is None else self.exchange
+        return combine(run(rows, counts), order, scores).view_as(x)
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

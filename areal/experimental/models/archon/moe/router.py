@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 
 __all__ = ["Gate", "Router", "Routing", "choose_experts"]
 
@@ -87,9 +88,12 @@ class Gate(nn.Linear):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[T, dim]`` to ``[T, E]`` in ``compute_dtype``."""
-        if self.compute_dtype is None or self.compute_dtype == tokens.dtype == self.weight.dtype:
-            return F.linear(tokens, self.weight)
-        logits: Tensor = _LinearInDtype.apply(tokens, self.weight, self.compute_dtype)  # type: ignore[no-untyped-call]
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):  # whole on every tensor-parallel rank, which has a part of the gradient only
+            weight = weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
+        if self.compute_dtype is None or self.compute_dtype == tokens.dtype == weight.dtype:
+            return F.linear(tokens, weight)
+        logits: Tensor = _LinearInDtype.apply(tokens, weight, self.compute_dtype)  # type: ignore[no-untyped-call]
         return logits
 
 
