@@ -257,6 +257,13 @@ def test_parallel_strategy_str_shows_cp_and_ep_above_one(strategy: ParallelStrat
     assert str(strategy) == shown
 
 
+def test_data_rank_ranks_that_share_rows_have_the_same() -> None:
+    layout = ParallelStrategy(
+        tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2, context_parallel_size=2
+    )
+    assert [layout.data_rank(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+
+
 def test_parallel_strategy_experts_that_do_not_divide_raise_assertion_and_value_error() -> None:
     for error in (AssertionError, ValueError):
         with pytest.raises(error, match="does not divide"):

@@ -84,7 +84,11 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
         ({"rollout": {"return_routed_experts": True}}, "rollout.return_routed_experts"),
         ({"rollout": {"agent": {"mode": "online"}}}, "rollout.agent.mode"),
         ({"actor": {"backend": "megatron:d1"}}, "actor.backend=megatron:d1"),
-        ({"actor": {"backend": "archon:d1"}}, "actor.backend=archon:d1"),
+        ({"actor": {"backend": "archon:d1", "archon": {"attn_type": "tree"}}}, "actor.archon.attn_type=tree"),
+        (
+            {"actor": {"backend": "archon:d1", "archon": {"fp8_config": {"mode": "blockwise"}}}},
+            "actor.archon.fp8_config.mode=blockwise",
+        ),
         ({"actor": {"use_lora": True}}, "actor.use_lora"),
         ({"actor": {"enable_tree_training": True}}, "actor.enable_tree_training"),
         ({"actor": {"offload": True}}, "actor.offload"),

@@ -6,6 +6,7 @@ import pytest
 
 from areal.api.cli_args import OptimizerConfig, PPOActorConfig, TrainEngineConfig
 from areal.engine.fsdp_engine import FSDPEngine
+from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.trainer import roles
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.sft.learner import LMLearner
@@ -32,6 +33,18 @@ def test_fsdp_lm_engine_is_a_learner_on_an_engine(tiny_model_dir: str) -> None:
     assert isinstance(engine.role, LMLearner)
     assert callable(engine.train_lm)
     assert callable(engine.forward_batch)
+
+
+@pytest.mark.parametrize(("name", "role"), [("ArchonPPOActor", PPOActor), ("ArchonLMEngine", LMLearner)])
+def test_archon_roles_hold_an_archon_engine(name: str, role: type, tiny_model_dir: str) -> None:
+    settings = {**NAMES, "backend": "archon:d1", "path": tiny_model_dir}
+    made = getattr(roles, name)(PPOActorConfig(**settings) if role is PPOActor else TrainEngineConfig(**settings))
+    assert isinstance(made.role, role)
+    assert isinstance(made.engine, ArchonEngine)
+    made.create_process_group()
+    made.initialize(None, None)
+    assert made.initialized
+    made.destroy()
 
 
 def test_unknown_role_is_an_attribute_error() -> None:

@@ -23,7 +23,7 @@ from areal.infra.weight_update import WeightUpdater
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.roles import TRAIN_ENGINES
 from areal.trainer.sft.learner import LMLearner
-from areal.utils import logging, stats_tracker
+from areal.utils import logging
 from areal.utils.errors import EngineError, UnsupportedFeatureError
 from areal.utils.threads import process_threads, split_threads
 
@@ -84,7 +84,7 @@ class LearnerParts:
 
     def export_stats(self) -> dict[str, float]:
         """Statistics since the last call, reduced over all ranks."""
-        return stats_tracker.export_all(self.engine.data_parallel_group)
+        return self.engine.export_stats()
 
     def destroy(self) -> None:
         """Nothing: the scheduler hosts every object and destroys it."""

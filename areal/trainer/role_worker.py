@@ -14,7 +14,6 @@ from areal.api.remote import remote
 from areal.engine.core.weight_sender import WeightSender
 from areal.infra.controller.tables import TableHandle, load_tables, store_table
 from areal.infra.rpc.rtensor import RTensor, local_store
-from areal.utils import stats_tracker
 from areal.utils.batch import PackedBatch
 from areal.utils.errors import EngineError
 from areal.utils.ranks import is_first_rank
@@ -109,8 +108,8 @@ class RoleWorker(WeightDuties):
 
     @remote
     def export_stats(self) -> dict[str, float]:
-        """Statistics since the last call, reduced over data-parallel ranks; every rank is called."""
-        return dict(stats_tracker.export_all(self.engine.data_parallel_group))
+        """Statistics since the last call, those of all ranks; every rank is called."""
+        return dict(self.engine.export_stats())
 
     @remote
     def stage_save(self, meta: SaveLoadMeta) -> None:

@@ -12,13 +12,19 @@ from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.sft.learner import LMLearner
 from areal.utils.registry import Registry
 
-TRAIN_ENGINES: Registry[Any] = Registry("train engine", {"fsdp": "areal.engine.fsdp_engine.FSDPEngine"})
+TRAIN_ENGINES: Registry[Any] = Registry(
+    "train engine",
+    {
+        "fsdp": "areal.engine.fsdp_engine.FSDPEngine",
+        "archon": "areal.experimental.engine.archon_engine.ArchonEngine",
+    },
+)
 
 _ROLES: dict[str, Callable[[Any, Any], Any]] = {
     "PPOActor": PPOActor,
     "LMEngine": lambda config, engine: LMLearner(engine),
 }
-_PREFIXES = {"FSDP": "fsdp"}
+_PREFIXES = {"FSDP": "fsdp", "Archon": "archon"}
 
 
 class HeldRole:

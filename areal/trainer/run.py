@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from areal.api.alloc_mode import ModelAllocation
 from areal.api.config.support import check_supported
 from areal.api.io_struct import FinetuneSpec
 from areal.infra.rpc.errors import RPCConnectionError, TensorLostError
@@ -68,7 +69,8 @@ def prepare_run(
         valid_dataset: rows for evaluation, or None.
         gconfig: generation settings of an RL run.
         collate_fn: makes a batch of a list of records.
-        world_size: ranks that share every batch; this rank's number comes from the environment.
+        world_size: ranks of the actor that prepare the run, each for itself; this rank's number comes from the
+            environment. Data-parallel ranks share every batch, the others have the same rows.
 
     Raises:
         ConfigError: no rows, or a setting that cannot be honoured here.
@@ -77,13 +79,16 @@ def prepare_run(
     """
     if train_dataset is None:
         raise ConfigError("a trainer needs train_dataset: pass get_custom_dataset(…) or any indexable dataset")
-    rank = environ.rank() if world_size > 1 else 0
-    loader = create_dataloader(train_dataset, rank, world_size, config.train_dataset, collate_fn, seed=config.seed)
+    rank, shares = 0, 1
+    if world_size > 1:
+        parallel = ModelAllocation.from_str(config.actor.backend, name="actor").parallel
+        rank, shares = parallel.data_rank(environ.rank()), parallel.dp_size
+    loader = create_dataloader(train_dataset, rank, shares, config.train_dataset, collate_fn, seed=config.seed)
     plan = prepare_plan(config, loader, gconfig)
     check_supported(config, spmd=not environ.is_single_controller())
     valid_loader = None
     if valid_dataset is not None and config.valid_dataset is not None:
-        valid_loader = create_eval_dataloader(valid_dataset, rank, world_size, config.valid_dataset, collate_fn)
+        valid_loader = create_eval_dataloader(valid_dataset, rank, shares, config.valid_dataset, collate_fn)
     _capture_beside_run(config)
     set_random_seed(config.seed, f"trainer{environ.rank()}")
     tokenizer = load_hf_tokenizer(config.tokenizer_path)

@@ -1,4 +1,5 @@
-"""Backend cells: the quickstart, as a user starts it, with each kind of sampler; every one must learn to add.
+"""Backend cells: the quickstart, as a user starts it, with each kind of sampler and each train backend; every one must
+learn to add.
 
 The interpreters of the servers' environments are named by ``AREAL_VLLM_PYTHON`` and ``AREAL_SGLANG_PYTHON``; where one
 is not set, the environment is built with ``areal install-server`` into the summary's directory, once.
@@ -19,8 +20,10 @@ _LIGHT = ("rollout.max_concurrent_rollouts=32", "rollout.setup_timeout=900")
 
 
 def settings_of(backend: str, shared: Path) -> list[str]:
-    """Overrides of the quickstart for one cell: ``kind`` or ``kind-mode``."""
+    """Overrides of the quickstart for one cell: samplers as ``kind`` or ``kind-mode``, trainers as ``archon-d2``."""
     kind, _, mode = backend.partition("-")
+    if kind == "archon":
+        return ["rollout.backend=native:d1", f"actor.backend=archon:{mode}"]
     overrides = [f"rollout.backend={kind}:d1", f"actor.weight_update_mode={mode or 'auto'}"]
     if kind != "native":
         overrides += [*_LIGHT, f"{kind}.python={interpreter(kind, shared)}"]
@@ -39,7 +42,7 @@ def interpreter(kind: str, shared: Path) -> str:
 
 
 def run(context: CellContext, backend: str) -> None:
-    """Run the quickstart with one kind of sampler; shorter than a user's, as its bar is that of the presets."""
+    """Run the quickstart with one backend; shorter than a user's, as its bar is that of the presets."""
     try:
         more = settings_of(backend, context.shared)
     except subprocess.CalledProcessError as exc:

@@ -7,7 +7,8 @@ from tests.full.presets import PRESETS
 
 SEEDS = 20
 SCHEDULERS = ("local", "ray", "slurm")
-BACKENDS = ("native-disk", "native-xccl", "vllm", "vllm-xccl", "sglang")  # kind, or kind and weight_update_mode
+# Of samplers: kind, or kind and weight_update_mode. Of trainers: kind and layout.
+BACKENDS = ("native-disk", "native-xccl", "vllm", "vllm-xccl", "sglang", "archon-d2", "archon-p2")
 # Test files that are cells of their own, so that one of them can be run and timed alone.
 CHECKPOINT_TESTS = {
     "reshard": "tests/torchrun/test_fsdp_reshard.py",

@@ -194,7 +194,8 @@ run_sft(config, valid=valid_rows(config)[:9])
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_two_ranks_under_torchrun_equal_one(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fsdp:d2", "archon:p2"])  # ranks with rows of their own, and with the same rows
+def test_two_ranks_under_torchrun_equal_one(backend: str, model: str, tmp_path: Path) -> None:
     overrides = (
         "train_dataset.dataset_kwargs.size=17",  # the last step has one row: rank 1 gets none
         "train_dataset.drop_last=false",
@@ -211,11 +212,11 @@ def test_two_ranks_under_torchrun_equal_one(model: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     (tmp_path / "two").mkdir()
-    command = [*launch, str(tmp_path / "two"), model, *overrides, "actor.backend=fsdp:d2"]
+    command = [*launch, str(tmp_path / "two"), model, *overrides, f"actor.backend={backend}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    double = sft_config(tmp_path / "two", model, *overrides, "actor.backend=fsdp:d2")
+    double = sft_config(tmp_path / "two", model, *overrides, f"actor.backend={backend}")
     one, two = stats_of(single), stats_of(double)
     assert len(one) == len(two) == 6
     for key in ("sft/loss/avg", "sft/grad_norm", "sft/lr", "sft/n_seqs", "sft/n_valid_tokens", "sft/ppl/avg"):

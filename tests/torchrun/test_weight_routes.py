@@ -1,4 +1,4 @@
-"""Weights from FSDP ranks to a sampler in another process, by every route: log-probs agree after each update."""
+"""Weights from a trainer's ranks to a sampler in another process, by every route: log-probs agree after each update."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sampler_of() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mode", ["shm", "xccl", "disk"])
-@pytest.mark.parametrize("layout", ["fsdp:d2", "fsdp:t2"])
+@pytest.mark.parametrize("layout", ["fsdp:d2", "fsdp:t2", "archon:d2", "archon:p2"])
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_update_from_two_ranks_sampler_agrees_with_the_trainer(
     two_ranks: LiveGroup,

@@ -7,13 +7,13 @@ from typing import Any
 import torch.distributed as dist
 
 from areal.engine.core.weight_sender import WeightSender
-from areal.engine.fsdp_engine import FSDPEngine
 from areal.trainer.role_worker import WeightDuties
-from tests.engine_fakes import batch, build_engine, loss_fn, weight_fn
+from areal.trainer.roles import TRAIN_ENGINES
+from tests.engine_fakes import batch, engine_config, loss_fn, weight_fn
 
 
 class _Rank(WeightDuties):
-    def __init__(self, engine: FSDPEngine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.weights = WeightSender(engine, lambda: dist.get_rank() == 0)
 
@@ -22,11 +22,15 @@ _ranks: list[_Rank] = []
 
 
 def open_trainer(path: str, **settings: Any) -> None:
-    """Build the engine that the other cells use."""
-    _ranks.append(_Rank(build_engine(path, **settings)))
+    """Build the engine that the other cells use; ``backend`` says which."""
+    config = engine_config(path, **settings)
+    engine = TRAIN_ENGINES.get(config.backend.partition(":")[0])(config)
+    engine.create_process_group()
+    engine.initialize(None, None)
+    _ranks.append(_Rank(engine.train()))
 
 
-def the_engine() -> FSDPEngine:
+def the_engine() -> Any:
     """This rank's engine."""
     return _ranks[-1].engine
 

@@ -127,6 +127,13 @@ class ParallelStrategy:
         """Expert data parallel size."""
         return self.expert_data_parallel_size
 
+    def data_rank(self, rank: int) -> int:
+        """Which of the ``dp_size`` shares of a batch is that of global ``rank``.
+
+        Every train backend orders ranks with pipeline stages slowest, then data, context and tensor parallel ranks.
+        """
+        return rank // (self.tensor_parallel_size * self.context_parallel_size) % self.data_parallel_size
+
     @staticmethod
     def parallelism_eq(this: ParallelStrategy, other: ParallelStrategy) -> bool:
         """Whether all sizes are equal."""

@@ -70,6 +70,12 @@ TRAIN = (
     Missing("is_critic", "value heads are not available; set it to false", _is_true),
 )
 FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; set it to false", _is_true),)
+ARCHON = (
+    Missing("archon.attn_type", "tree training is not available; use varlen or sdpa", lambda v: v == "tree"),
+    Missing("archon.fp8_config.mode", "fp8 matmuls are not available; set it to disabled", lambda v: v != "disabled"),
+)
+BACKEND_SETTINGS = {"fsdp": FSDP, "archon": ARCHON}
+"""Train backends that exist, and what each of them lacks."""
 PPO = (
     Missing("use_sapo_loss", "SAPO is not available; set it to false", _is_true),
     Missing("m2_threshold", "M2PO is not available; set it to null", _is_given),
@@ -131,8 +137,8 @@ def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
 
 
 def _train_engine(engine: Any, role: str) -> Iterator[str]:
-    yield from _backend(engine.backend, role, ("fsdp",))
-    yield from _find(engine, role, (*TRAIN, *FSDP, *PPO))
+    yield from _backend(engine.backend, role, tuple(BACKEND_SETTINGS))
+    yield from _find(engine, role, (*TRAIN, *BACKEND_SETTINGS.get(_kind(engine.backend), ()), *PPO))
     if not engine.path:
         yield f"{role}.path='': a model directory or hub id is needed"
 

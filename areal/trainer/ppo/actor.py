@@ -24,7 +24,7 @@ from areal.utils import logging, stats_tracker
 from areal.utils.batch import MicroBatch, PackedBatch, pack, roll_packed, split_like, split_micro_batches
 from areal.utils.errors import UnsupportedFeatureError
 from areal.utils.functional import compute_prox_logp_approximations, ppo_actor_loss_fn
-from areal.utils.ranks import is_first_rank
+from areal.utils.ranks import is_first_rank, value_of_rank
 
 if TYPE_CHECKING:
     from areal.api.config.ppo import PPOActorConfig
@@ -165,7 +165,11 @@ class PPOActor:
 
     def _close_meter(self, meter: MismatchMeter) -> None:
         """Record what a meter found on all ranks, and act on it; one host sync."""
-        numbers = meter.reduce(self.engine.data_parallel_group)
+        engine = self.engine
+        numbers = meter.reduce(engine.data_parallel_group)
+        # Log-probs that a loss compares are on one pipeline stage; all of them must come to the same verdict.
+        model_group = engine.context_and_model_parallel_group
+        numbers = value_of_rank(numbers, engine.current_data_parallel_head(), model_group)
         record_mismatch(stats_tracker.get(self.stats_name), numbers, meter.current_version)
         problem = judge(numbers, self.config, meter.current_version)
         if problem is None:
