@@ -9,21 +9,17 @@ round-by-round ratios of their rates is reported, as JSON::
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark.common import alternate, arguments, emit, ratio, summary
+from benchmark.ranks import Ranks, serve, start_ranks
 
 TARGET = 1.6  # tokens per second of d2 over those of d1
-GO, STOP = "go\n", "stop\n"
 
 
 def main() -> None:
@@ -33,19 +29,24 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="*", help="tokens of each sequence of a rank (default: 2,048 in ten)"
     )
-    parser.add_argument("--rank-of", help="be a rank that serves steps of this backend on standard input")
+    parser.add_argument("--rank-of", help="be a rank that takes steps of this backend when asked on standard input")
     parser.add_argument("--path", help="model of that rank")
     options = parser.parse_args()
     from benchmark.bench_train_batch import MIXED_LENGTHS, save_model
 
     lengths = tuple(options.lengths or MIXED_LENGTHS)
     if options.rank_of:
-        serve(options.rank_of, options.path, lengths, options.threads)
+        be_rank(options.rank_of, options.path, lengths, options.threads)
         return
     with tempfile.TemporaryDirectory() as path:
         save_model("135m", path)
-        with ranks(path, 1, lengths, options.threads) as one, ranks(path, 2, lengths, options.threads) as two:
-            sides = {"d2": two.tokens_per_s, "d1": one.tokens_per_s}
+        common = ["--path", path, "--threads", str(options.threads), "--lengths", *map(str, lengths)]
+
+        def ranks(size: int) -> AbstractContextManager[Ranks]:
+            return start_ranks([__file__, "--rank-of", f"fsdp:d{size}", *common], size, options.threads)
+
+        with ranks(1) as one, ranks(2) as two:
+            sides = {"d2": lambda: 2 * sum(lengths) / two.slowest(), "d1": lambda: sum(lengths) / one.slowest()}
             for side in sides.values():
                 side()  # memory, threads and optimizer state are set up
             rates = alternate(sides, options.repeats)
@@ -65,82 +66,15 @@ def main() -> None:
     emit("fsdp_scaling", result, options.out)
 
 
-class Ranks:
-    """The processes of one backend; they take a step whenever they are told to.
-
-    ``busy`` is the processor time of each step over its wall time, of the rank that waited most. Far below 1 on both
-    sides, other programs used the cores and the ratio says nothing.
-    """
-
-    def __init__(self, processes: list[subprocess.Popen[str]], n_tokens: int) -> None:
-        self.processes, self.n_tokens = processes, n_tokens
-        self.busy: list[float] = []
-
-    def tokens_per_s(self) -> float:
-        """Rate of one step over all ranks; the slowest rank counts."""
-        for process in self.processes:
-            _tell(process, GO)
-        answers = [[float(word) for word in _answer(process).split()] for process in self.processes]
-        seconds = max(answer[0] for answer in answers)
-        self.busy.append(min(answer[1] for answer in answers))
-        return self.n_tokens * len(self.processes) / seconds
-
-
-@contextmanager
-def ranks(path: str, size: int, lengths: tuple[int, ...], threads: int) -> Iterator[Ranks]:
-    """Start the ranks of ``fsdp:d<size>``; they wait, without using a core, until they are told to step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(size):
-        env = dict(os.environ, OMP_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM="false")
-        if size > 1:
-            env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
-            env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        command = [sys.executable, __file__, "--rank-of", f"fsdp:d{size}", "--path", path, "--threads", str(threads)]
-        command += ["--lengths", *map(str, lengths)]
-        processes.append(
-            subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        )
-    try:
-        yield Ranks(processes, sum(lengths))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                _tell(process, STOP)
-        for process in processes:
-            process.wait(60)
-
-
-def serve(backend: str, path: str, lengths: tuple[int, ...], threads: int) -> None:
-    """Take a step and print its seconds, and how busy the core was, for every line ``go`` on standard input."""
-    import time
-
+def be_rank(backend: str, path: str, lengths: tuple[int, ...], threads: int) -> None:
+    """Take a step whenever asked."""
     import torch
 
     from benchmark.bench_train_batch import engine_step, make_batch
 
     torch.set_num_threads(threads)
     step = engine_step(path, make_batch(lengths, 49152), backend)
-    while sys.stdin.readline() == GO:
-        begin = time.process_time()
-        seconds = step()
-        print(seconds, (time.process_time() - begin) / seconds, flush=True)
-
-
-def _tell(process: subprocess.Popen[str], message: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(message)
-    process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a rank ended with exit code {process.wait()}")
-    return line
+    serve({"go": lambda: {"seconds": step()}})
 
 
 if __name__ == "__main__":

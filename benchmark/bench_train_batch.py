@@ -63,9 +63,9 @@ def main() -> None:
     emit("train_batch", result, options.out)
 
 
-def save_model(name: str, path: str) -> int:
-    """Write random float32 weights of the named shape to ``path``; returns the vocabulary size."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+def save_model(name: str, path: str, **changes: Any) -> int:
+    """Write random float32 weights of the named shape with ``changes`` to ``path``; returns the vocabulary size."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     if name == "135m":
         config: Any = LlamaConfig(
@@ -79,16 +79,18 @@ def save_model(name: str, path: str) -> int:
             tie_word_embeddings=True,
         )
     else:
-        config = Qwen2Config(
-            vocab_size=64,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-        )
+        tiny: dict[str, Any] = {
+            "vocab_size": 64,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        }
+        config = Qwen3Config(head_dim=32, **tiny) if name == "tiny-qwen3" else Qwen2Config(**tiny)
+    config.update(changes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return int(config.vocab_size)
@@ -106,8 +108,10 @@ def make_batch(lengths: tuple[int, ...], vocabulary: int) -> PackedBatch:
     return batch.with_tokens(loss_mask=roll_packed(batch.tokens["loss_mask"], batch.cu_seqlens))
 
 
-def engine_step(path: str, batch: PackedBatch, backend: str = "fsdp:d1") -> Callable[[], float]:
-    """A function that takes one engine step and returns its seconds."""
+def build_engine(path: str, backend: str, **settings: Any) -> Any:
+    """An engine of ``backend`` in float32, ready to train; ``settings`` are fields of its ``TrainEngineConfig``."""
+    from areal.experimental.engine.archon_engine import ArchonEngine
+
     config = TrainEngineConfig(
         experiment_name="bench",
         trial_name="bench",
@@ -115,11 +119,22 @@ def engine_step(path: str, batch: PackedBatch, backend: str = "fsdp:d1") -> Call
         path=path,
         dtype="float32",
         optimizer=OptimizerConfig(gradient_clipping=1.0, **ADAM),
+        **settings,
     )
-    engine = FSDPEngine(config)
+    engine: Any = ArchonEngine(config) if backend.startswith("archon") else FSDPEngine(config)
     engine.create_process_group()
     engine.initialize()
     engine.train()
+    return engine
+
+
+def engine_step(path: str, batch: PackedBatch, backend: str = "fsdp:d1") -> Callable[[], float]:
+    """A function that takes one step of a new engine and returns its seconds."""
+    return step_of(build_engine(path, backend), batch)
+
+
+def step_of(engine: Any, batch: PackedBatch) -> Callable[[], float]:
+    """A function that takes one step of ``engine`` and returns its seconds."""
 
     def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, packed_input: dict[str, Any]) -> torch.Tensor:
         mask = packed_input["loss_mask"].float()

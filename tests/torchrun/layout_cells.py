@@ -14,8 +14,8 @@ from torch import Tensor
 from areal.api.alloc_mode import ParallelStrategy
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.core import lm_head
+from areal.engine.core.tensor_parts import full_tensor
 from areal.engine.fsdp_engine import FSDPEngine
-from areal.engine.fsdp_utils.weights import full_tensor
 from areal.utils.batch import pack, roll_packed
 from areal.utils.errors import ArealError
 from tests.engine_fakes import ADAM, batch, build_engine, engine_config, predicting_mask, reference_logprobs, weight_fn

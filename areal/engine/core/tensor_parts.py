@@ -7,7 +7,9 @@ and publishing code.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -61,19 +63,27 @@ def full_tensor(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value
     mesh, placements = value.device_mesh, value.placements
-    if mesh.ndim == 1:
-        return value.full_tensor()
-    assert mesh.mesh_dim_names is not None
     part = value.to_local()
-    for dim, name in enumerate(mesh.mesh_dim_names):
-        placement = placements[dim]
+    for dim, placement in enumerate(placements):
         if not isinstance(placement, Shard | _StridedShard) or mesh.size(dim) == 1:
             continue
         shape = list(value.shape)
         for inner, ranks in zip(placements[dim + 1 :], mesh.shape[dim + 1 :], strict=True):
             if isinstance(inner, Shard | _StridedShard):
                 shape[inner.dim] //= ranks
-        size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
-        cut = [Shard(placement.dim)]
-        part = DTensor.from_local(part, mesh[name], cut, run_check=False, shape=size, stride=stride).full_tensor()
+        part = _gathered(part, shape, placement.dim, mesh, dim)
     return part
+
+
+def _gathered(part: Tensor, shape: list[int], cut: int, mesh: DeviceMesh, dim: int) -> Tensor:
+    """A tensor of ``shape`` of which each rank of mesh dimension ``dim`` has a part, cut along dimension ``cut``."""
+    ranks = mesh.size(dim)
+    if shape[cut] % ranks == 0:  # DTensor's way takes twice the time of the collective
+        rows = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+        dist.all_gather_single(rows, part.contiguous(), group=mesh.get_group(dim))
+        return rows if cut == 0 else torch.cat(rows.chunk(ranks), dim=cut)
+    names = mesh.mesh_dim_names
+    own = mesh if mesh.ndim == 1 or names is None else mesh[names[dim]]
+    size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(part, own, [Shard(cut)], run_check=False, shape=size, stride=stride)
+    return whole.full_tensor()

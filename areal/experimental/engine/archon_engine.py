@@ -1,12 +1,14 @@
 """The Archon train engine: plain PyTorch models under data, tensor, context, expert and pipeline parallelism.
 
 In: a ``TrainEngineConfig`` with a backend such as ``archon:d2p2t2``; batches of trajectories. Out: optimizer steps,
-log-probs, checkpoints, full tensors to publish. To follow one micro-batch, read ``engine/core/loop.py``,
-``archon_runner.py`` and ``models/archon/base.py``. Called by the roles of ``areal/trainer`` and by user scripts.
+log-probs (values, with ``is_critic``), checkpoints, full tensors to publish. To follow one micro-batch, read
+``engine/core/loop.py``, ``archon_runner.py`` and ``models/archon/base.py``. Called by the roles of ``areal/trainer``
+and by user scripts.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.offload import Offloader
 from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
+from areal.engine.core.shared_prefix import check_tree_training, tree_attention
 from areal.engine.fsdp_utils.grad import shard_copies
 from areal.engine.fsdp_utils.optimizer import build_shards
 from areal.experimental.engine.archon_checkpoint import ArchonLayout
@@ -102,16 +105,17 @@ class ArchonLm:
         """See ``ArchonModel``."""
         return self.module.head_weight
 
-    def hidden_states(self, model_input: ModelInput) -> tuple[Tensor, None]:
-        """Last hidden states, and None: they are one to one with the tokens.
+    def hidden_states(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states, and where each real token finds its own; None: they are one to one with the tokens.
 
-        Returns: ``[T, dim]`` of the real tokens; under context parallelism ``[T_padded / c, dim]``, of this rank's
-            slice of the padded row.
+        Returns: ``[T, dim]`` of the real tokens; of the rows of a tree, and the ``[T]`` rows in it; under context
+            parallelism ``[T_padded / c, dim]``, of this rank's slice of the padded row.
         """
-        padded = model_input.padded
+        padded, attention = model_input.padded, tree_attention(model_input)
         rows = PipelineRows.stack([model_input], 1).slice(self.groups.sequence)
-        hidden = self.module(rows.ids, rows.positions, padded.cu_seqlens, padded.max_seqlen)
-        return own_hidden(hidden[0], model_input, self.groups), None
+        hidden = self.module(rows.ids, rows.positions, padded.cu_seqlens, padded.max_seqlen, attention)
+        own = own_hidden(hidden[0], model_input, self.groups, whole_head=self.module.args.is_critic)
+        return own, None if attention is None else attention.tree.source
 
 
 class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, ServiceFacade, TrainEngine):
@@ -147,7 +151,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         self.stages: list[Stage] = []
 
         # Rollout
-        self.weight_sync_state: WeightSyncState | None = None
+        self.weight_sync_state = WeightSyncState(pp_rank=0)
 
         # Runtime state
         self.runner: ForwardBackwardRunner | None = None
@@ -184,6 +188,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             join_world(self._device)
             self._joined = True
             self.groups = self._setup_parallelism()
+        self.weight_sync_state = WeightSyncState(group_rank(self.groups.pp))
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, **kwargs: Any) -> None:
         """Build the model on the meta device, cut and shard it, load its weights, build optimizer and schedule.
@@ -210,7 +215,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         self._apply_pipeline_parallelism(whole)
         release = self._apply_parallelism()
         self.module = self.parts[0] if len(self.parts) == 1 else ModelParts(self.parts)
-        adapter = self.spec.state_dict_adapter_class(self.args)
+        adapter = self.spec.state_dict_adapter_class(self.args, _directory(config.path))
         self._layout = ArchonLayout(self.parts, adapter, self.model_config, config.path)
         self._load_weights()
         self._create_runner(release)
@@ -227,6 +232,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
     def _check_layout(self) -> None:
         """Refuse what this job or model cannot run, before anything is started."""
         dims, archon = self._dims(), self.config.archon
+        if self.config.enable_tree_training:
+            self.config.pad_to_maximum = True
+        check_tree_training(self.config, tensor=dims.tp, sequence=dims.cp, pipeline=dims.pp)
         world = dist.get_world_size() if dist.is_initialized() else environ.world_size()
         if dims.world_size != world:
             hint = "; set scheduler.type=local, which starts them, or launch the script with torchrun"
@@ -234,7 +242,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
                 f"backend {self.config.backend} needs {dims.world_size} processes, this job has {world}{hint}"
             )
         attn_type = "varlen" if archon.attn_type == "tree" else archon.attn_type
-        self.args = self.spec.model_args_class.from_hf_config(self.model_config, attn_type=attn_type)
+        self.args = self.spec.model_args_class.from_hf_config(
+            self.model_config, is_critic=self.config.is_critic, attn_type=attn_type
+        )
         if self.args.moe is not None and archon.moe_router_dtype is None:
             self.args = replace(self.args, moe=replace(self.args.moe, router_dtype=None))
         check_parallelism(self.args, dims)
@@ -248,7 +258,8 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         first, last = archon.pp_first_stage_less_layers, archon.pp_last_stage_less_layers
         count = count_stages(archon.pp_schedule, self._dims().pp, layers, archon.pp_layers_per_stage, first, last)
         self.stage_count = count
-        return split_modules(count, layers, first_less=first, last_less=last)
+        critic = self.config.is_critic
+        return split_modules(count, layers, first_less=first, last_less=last, is_critic=critic)
 
     def _setup_parallelism(self) -> ParallelGroups:
         """Process groups that core reads; every rank must call."""
@@ -386,7 +397,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         """See :class:`RolloutFacade`; for ``xccl`` the servers join the group of weight updates now."""
         super().connect_engine(engine, meta)
         if meta.type == "xccl":
-            init_weight_update_group(self._sync_state(), meta, self)
+            init_weight_update_group(self.weight_sync_state, meta, self)
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         """See :class:`RolloutFacade`."""
@@ -395,11 +406,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         elif meta.type == "disk":
             update_weights_from_disk(meta, self)
         else:
-            update_weights_from_distributed(self._sync_state(), meta, self)
-
-    def _sync_state(self) -> WeightSyncState:
-        self.weight_sync_state = self.weight_sync_state or WeightSyncState(group_rank(self.groups.pp))
-        return self.weight_sync_state
+            update_weights_from_distributed(self.weight_sync_state, meta, self)
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
@@ -410,7 +417,6 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             self._offloader.close()
         self._loop = self._offloader = self._checkpoints = self._layout = self._shards = None
         self.module, self.parts, self.stages, self.runner = None, [], [], None
-        self.weight_sync_state = None
         if self._joined and dist.is_initialized():
             leave_world()
         self._joined, self.dims, self.groups = False, None, ParallelGroups()
@@ -419,3 +425,8 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         if self.dims is None:
             raise EngineError("ArchonEngine has no process group; call create_process_group()")
         return self.dims
+
+
+def _directory(path: str) -> str | None:
+    """``path`` where it is a directory; a hub id names no files here."""
+    return path if os.path.isdir(path) else None

@@ -47,7 +47,7 @@ class Stage(PipelineStage):
 
     def output(self, hidden: Tensor, item: ModelInput, groups: ParallelGroups) -> LmOutput:
         """What the last stage gives for one micro-batch, whose hidden states are ``[L / (c * t), dim]``."""
-        hidden = own_hidden(hidden, item, groups)
+        hidden = own_hidden(hidden, item, groups, whole_head=self.model.args.is_critic)
         return LmOutput(hidden, self.model.head_weight, None, groups, item.batch.n_tokens)
 
     def holds(self, micro_batch: int) -> bool:
@@ -195,13 +195,15 @@ class PipelineRows:
         return {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
 
 
-def own_hidden(hidden: Tensor, item: ModelInput, groups: ParallelGroups) -> Tensor:
+def own_hidden(hidden: Tensor, item: ModelInput, groups: ParallelGroups, *, whole_head: bool) -> Tensor:
     """Hidden states that the loss takes: of all tokens of this rank's slice, of the real ones where it has them all.
 
     Args:
         hidden: ``[L / (c * t), dim]``; tensor-parallel ranks each have a share, which is gathered here.
+        whole_head: every tensor-parallel rank applies the same head, so each has the whole gradient; else each has a
+            share of the vocabulary, and a part of the gradient.
     """
-    hidden = gather_rows(hidden, groups.tensor)
+    hidden = gather_rows(hidden, groups.tensor, mean_gradient=whole_head)
     return hidden if groups.sequence is not None else hidden[: item.batch.n_tokens]
 
 
