@@ -20,7 +20,7 @@ from areal.trainer.ppo.advantages import NonFiniteInputError
 from areal.trainer.ppo.stats import record_batch
 from areal.utils import stats_tracker
 from areal.utils.batch import pack
-from areal.utils.errors import DataError, UnsupportedFeatureError
+from areal.utils.errors import DataError
 from areal.utils.stats_tracker import DistributedStatsTracker
 from tests.fakes import VOCAB, tiny_model
 
@@ -318,13 +318,6 @@ def test_compute_advantages_twice_or_without_needed_fields_raises(model_dir):
     decoupled.config.prox_logp_method = "loglinear"
     with pytest.raises(ValueError, match="versions"):
         decoupled.compute_advantages(batch.without("versions"))
-
-
-def test_actor_features_of_later_issues_are_refused_by_name():
-    config = PPOActorConfig(experiment_name="e", trial_name="t", backend="fsdp:d1", m2_threshold=0.04)
-
-    with pytest.raises(UnsupportedFeatureError, match="m2_threshold"):
-        PPOActor(config, _NoGroup())
 
 
 def test_log_agent_stats_averages_over_first_sequences(model_dir):

@@ -42,6 +42,7 @@ class ScriptedEngine:
     """An engine whose log-probs are given: ``recomputed`` before the update, ``current`` in it, aligned ``[n, S]``."""
 
     data_parallel_group = None
+    context_and_model_parallel_group = None
 
     def __init__(self, current: Tensor, recomputed: Tensor | None = None) -> None:
         self.current, self.recomputed = current, recomputed
@@ -58,6 +59,9 @@ class ScriptedEngine:
 
     def get_version(self) -> int:
         return CURRENT
+
+    def current_data_parallel_head(self) -> int:
+        return 0
 
     def forward_batch(self, data: PackedBatch) -> Tensor:
         self.forward_passes += 1

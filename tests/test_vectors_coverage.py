@@ -9,18 +9,7 @@ from tests.vector_files import VECTOR_DIR, load_vector
 
 # Vector -> topic of the later issue that brings the feature.
 WAITING = {
-    "critic_huber": "critic",
-    "critic_mse": "critic",
-    "dpo_ipo": "dpo",
-    "dpo_sigmoid": "dpo",
-    "m2po_mask": "m2po",
     "reward_discount": "agents",
-    "rw_pairwise": "rw",
-    "sapo_token": "sapo",
-    "tree_pack": "tree",
-    "wrapper_distill_joint": "distillation",
-    "wrapper_distill_pure": "distillation",
-    "wrapper_m2po": "m2po",
 }
 
 

@@ -8,8 +8,8 @@ from areal.dataset import get_custom_dataset
 from areal.utils.hf_utils import load_hf_tokenizer
 
 
-def main(args: list[str]) -> None:
-    """Train on the configured dataset and evaluate on its test split."""
+def main(args: list[str], dynamic_filter_fn: str | None = None) -> None:
+    """Train on the configured dataset and evaluate on its test split; a filter drops groups before they train."""
     config, _ = load_expr_config(args, GRPOConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     train_dataset = get_custom_dataset(split="train", dataset_config=config.train_dataset, tokenizer=tokenizer)
@@ -30,6 +30,7 @@ def main(args: list[str]) -> None:
             workflow_kwargs=workflow_kwargs,
             eval_workflow="areal.workflow.rlvr.RLVRWorkflow",
             eval_workflow_kwargs=eval_workflow_kwargs,
+            dynamic_filter_fn=dynamic_filter_fn,
         )
 
 

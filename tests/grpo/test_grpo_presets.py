@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.trainer_runs import rl_config, run_rl
+from tests.trainer_runs import RL_BASE, rl_config, run_rl
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "math"
 
 NO_STD = "actor.reward_norm.std_level=null"
 DECOUPLED = ("actor.use_decoupled_loss=true", "rollout.max_head_offpolicyness=1")
@@ -31,6 +35,9 @@ PRESETS: dict[str, tuple[str, ...]] = {
         "actor.overlong_penalty_factor=1.0",
         "actor.mask_no_eos_with_zero=true",
     ),
+    "overlong_filter": ("actor.overlong_filter=true",),
+    "sequence_mean": ("actor.loss_agg=seq-mean-token-mean",),
+    "fixed_denominator": (NO_STD, "actor.loss_agg=seq-mean-token-sum-norm", "actor.mb_spec.max_tokens_per_mb=40"),
     "dual_clip_minibatches": ("actor.c_clip=3.0", "actor.ppo_n_minibatches=4"),
     "recomputed_old_logprobs": ("actor.recompute_logprob=true", "actor.ppo_n_minibatches=2"),
     "decoupled_recompute": (*DECOUPLED, "actor.prox_logp_method=recompute"),
@@ -53,6 +60,111 @@ def test_preset_two_steps_finite_and_learning(preset: str, policy: str, tmp_path
         assert all(math.isfinite(value) for value in row.values())
         assert row["ppo_actor/update/update_successful"] == 1
     assert any(row["ppo_actor/update/grad_norm"] > 0 for row in stats)
+
+
+# Settings of a file that are about hardware and size, not about the algorithm.
+NOT_ALGORITHM = {"backend", "path", "dtype", "gradient_checkpointing", "weight_update_mode", "mb_spec", "optimizer"}
+SMALL_EXAMPLE = {"overlong_tokens": 2, "max_new_tokens": 6}  # answers have 6 tokens here
+
+
+def answers_differ(group: dict[str, Any]) -> bool:
+    """DAPO's filter."""
+    return bool(group["rewards"].min() < group["rewards"].max())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "drgrpo",
+        "liteppo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gspo",
+        "dapo",
+        "sapo",
+        "m2po",
+        "cispo",
+        "grpo",
+        "ppo",
+    ],
+)
+def test_example_file_two_steps_finite_and_learning(name: str, policy: str, tmp_path: Path) -> None:
+    example = yaml.safe_load((EXAMPLES / f"gsm8k_{name}.yaml").read_text(encoding="utf-8"))
+    base = yaml.safe_load(RL_BASE)
+    actor = {k: v for k, v in example["actor"].items() if k not in NOT_ALGORITHM | {"scheduling_spec"}}
+    base["actor"] |= {key: SMALL_EXAMPLE.get(key, value) for key, value in actor.items()}
+    if "reward_norm" not in actor:
+        del base["actor"]["reward_norm"]
+    if "critic" in example:
+        base["critic"] = {"eps_clip": example["critic"]["eps_clip"], "optimizer": base["actor"]["optimizer"]}
+    if "ref" in example:
+        base["ref"] = {}
+    base |= {"total_train_steps": 2, "dynamic_bs": example.get("dynamic_bs", False)}
+    base["rollout"]["max_head_offpolicyness"] = 1
+    config = rl_config(tmp_path, policy, base=yaml.safe_dump(base))
+
+    stats = run_rl(config, dynamic_filter_fn=answers_differ if name == "dapo" else None)
+
+    assert len(stats) == 2
+    for row in stats:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["ppo_actor/update/update_successful"] == 1
+    assert any(row["ppo_actor/update/grad_norm"] > 0 for row in stats)
+
+
+OWN = ("actor.loss_fn=own_loss.clipped_reinforce", "actor.advantage_fn=own_loss.shorter_is_better")
+
+
+@pytest.mark.parametrize(
+    "scheduler", ["inline", pytest.param("local", marks=[pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(300)])]
+)
+def test_example_of_an_own_loss_trains_and_logs_its_statistic(
+    scheduler: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as the script that lies there
+    config = rl_config(tmp_path, policy, "total_train_steps=2", f"scheduler.type={scheduler}", *OWN)
+
+    stats = run_rl(config)
+
+    assert len(stats) == 2
+    for row in stats:
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["ppo_actor/update/weight/avg"] == pytest.approx(1, abs=0.2)
+        # Every token of an answer has an equal share, hence the advantages of a step sum to its rewards.
+        total = row["ppo_actor/advantages/avg"] * row["ppo_actor/n_valid_tokens"]
+        assert total == pytest.approx(row["ppo_actor/final_reward/avg"] * row["ppo_actor/n_seqs"], abs=1e-4)
+    assert any(row["ppo_actor/update/grad_norm"] > 0 for row in stats)
+
+
+CORRECTED = (
+    *DECOUPLED,
+    "actor.recompute_logprob=true",
+    "actor.rejection_sampling={metric: ratio, upper: 5.0}",
+)
+LEARNERS: dict[str, tuple[str, ...]] = {
+    "grpo": CORRECTED,
+    "gspo": (*CORRECTED, "actor.importance_sampling_level=sequence"),
+    "sapo": ("rollout.max_head_offpolicyness=1", "actor.use_sapo_loss=true"),
+    "m2po": (*CORRECTED, "actor.m2_threshold=0.04", "actor.eps_clip=0.0"),
+    "cispo": (*CORRECTED, "actor.loss_fn=cispo", "actor.eps_clip=1.0", "actor.eps_clip_higher=0.28"),
+    "sequence_mean": (*CORRECTED, "actor.loss_agg=seq-mean-token-mean"),
+    "fixed_denominator": (*CORRECTED, "actor.loss_agg=seq-mean-token-sum-norm"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LEARNERS)
+def test_objective_teaches_an_untrained_policy_to_write_digits(name: str, policy: str, tmp_path: Path) -> None:
+    settings = ("total_train_steps=40", "total_train_epochs=5", "gconfig.n_samples=8", "actor.optimizer.lr=5.0e-3")
+    groups = ("actor.reward_norm.group_size=8", "actor.adv_norm={mean_level: batch, std_level: batch}")
+    stats = run_rl(rl_config(tmp_path, policy, *settings, *groups, *LEARNERS[name]))
+
+    rewards = [row["ppo_actor/task_reward/avg"] for row in stats]
+    assert rewards[0] < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.9
 
 
 def test_reference_model_penalises_only_what_changed(policy: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,25 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("first_groups", [1, 2])
-def test_ppo_step_uneven_shards_equal_one_process(two_ranks: LiveGroup, model_dir: str, first_groups: int) -> None:
-    settings = {"ppo_n_minibatches": 1}
+M2PO = {"use_decoupled_loss": True, "m2_threshold": 10.0}  # the log-probs of these trajectories are noise
+
+
+@pytest.mark.parametrize(
+    ("first_groups", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"loss_agg": "seq-mean-token-mean"}),
+        (1, {"loss_agg": "seq-mean-token-sum-norm", "loss_agg_constant": 8}),
+        (1, {"use_sapo_loss": True, "importance_sampling_level": "sequence"}),
+        (1, {"loss_fn": "cispo"}),
+        (1, M2PO),
+    ],
+)
+def test_ppo_step_uneven_shards_equal_one_process(
+    two_ranks: LiveGroup, model_dir: str, first_groups: int, options: dict[str, Any]
+) -> None:
+    settings = {"ppo_n_minibatches": 1, **options}
     expected = ppo_cells.ppo_step(model_dir, "fsdp:d1", first_groups, **settings)
 
     results = two_ranks.run(
@@ -42,6 +59,8 @@ def test_ppo_step_uneven_shards_equal_one_process(two_ranks: LiveGroup, model_di
             torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-5)
         for key in SAME_STATS:
             assert result["stats"][f"ppo_actor/{key}"] == pytest.approx(expected["stats"][f"ppo_actor/{key}"], rel=1e-5)
+    if options is M2PO:
+        assert 0.1 < expected["stats"]["ppo_actor/m2po_kept_fraction/avg"] < 0.9
 
 
 def test_ppo_mini_batches_are_as_many_on_every_rank(two_ranks: LiveGroup, model_dir: str) -> None:

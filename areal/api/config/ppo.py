@@ -129,19 +129,57 @@ class PPOActorConfig(TrainEngineConfig):
     mismatch: MismatchConfig = section(
         MismatchConfig, "Limit of the difference between the sampler's log-probs and the trainer's."
     )
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = opt(
+        "token-mean",
+        "How token losses become the loss of an optimizer step: mean over its tokens; mean over its sequences of their "
+        "token means; or mean over its sequences of their token sums divided by loss_agg_constant (Dr.GRPO).",
+    )
+    loss_agg_constant: int | None = opt(
+        None, "Divisor of seq-mean-token-sum-norm; null = max_new_tokens.", unit="tokens", ge=1
+    )
+    overlong_filter: bool = opt(False, "Sequences that were cut off by a length limit do not train (DAPO).")
+    loss_fn: str | None = opt(
+        None,
+        "Policy loss: ppo, sapo, cispo, or the import path of a function (LossInput) -> LossOutput of "
+        "areal.trainer.ppo.losses. null = sapo with use_sapo_loss, else ppo.",
+    )
+    advantage_fn: str = opt(
+        "gae",
+        "Advantages: gae, or the import path of a function (AdvantageInput) -> AdvantageOutput of "
+        "areal.trainer.ppo.advantages.",
+    )
     log_agent_stats: bool = opt(False, "Log per-trajectory agent numbers.")
     log_agent_stats_keys: list[str] = opt(help="Which keys (must be non-empty if on).", factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_sapo_loss and self.use_decoupled_loss:
-            raise self.fail("use_decoupled_loss", "false, because use_sapo_loss=true")
+        self._check_objective()
         if self.overlong_reward_penalty:
             for name in ("overlong_tokens", "overlong_penalty_factor"):
                 if getattr(self, name) is None:
                     raise self.fail(name, "a number, because overlong_reward_penalty=true")
         if self.log_agent_stats and not self.log_agent_stats_keys:
             raise self.fail("log_agent_stats_keys", "at least one key, because log_agent_stats=true")
+
+    def _check_objective(self) -> None:
+        if self.use_sapo_loss and self.loss_fn not in (None, "sapo"):
+            raise self.fail("loss_fn", "sapo or null, because use_sapo_loss=true")
+        if self.objective() == "sapo" and self.use_decoupled_loss:
+            raise self.fail("use_decoupled_loss", "false, because SAPO has one old policy (use_sapo_loss, loss_fn)")
+        if self.objective() == "cispo" and self.importance_sampling_level != "token":
+            raise self.fail("importance_sampling_level", "token, because loss_fn=cispo weighs tokens")
+        if self.m2_threshold is not None and self.use_decoupled_loss and self.prox_logp_method == "loglinear":
+            raise self.fail("prox_logp_method", "recompute or metrics, because m2_threshold judges a whole step")
+        if self.loss_agg_constant is not None and self.loss_agg != "seq-mean-token-sum-norm":
+            raise self.fail("loss_agg_constant", f"null, because loss_agg={self.loss_agg} does not read it")
+
+    def objective(self) -> str:
+        """Name or import path of the policy loss."""
+        return self.loss_fn or ("sapo" if self.use_sapo_loss else "ppo")
+
+    def loss_agg_divisor(self) -> int:
+        """Divisor of ``seq-mean-token-sum-norm``."""
+        return int(self.max_new_tokens if self.loss_agg_constant is None else self.loss_agg_constant)
 
     def should_compute_prox_logp(self) -> bool:
         """Whether a forward pass before the update gives the proximal (or old) log-probs."""
@@ -165,3 +203,13 @@ class TeacherConfig(PPOActorConfig):
 
     rl_loss_weight: float = opt(1.0, "Weight of the policy-gradient term.", ge=0)
     distill_loss_weight: float = opt(0.005, "Weight of the distillation term.", ge=0)
+    distill_estimator: Literal["k1", "k2"] = opt(
+        "k1",
+        "Term of joint distillation, d = log-prob - teacher's: k1 is d (the 1.x term; its gradient does not depend on "
+        "the teacher), k2 is d^2/2 (the gradient of the reverse KL).",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rl_loss_weight == 0 and self.distill_loss_weight == 0:
+            raise self.fail("distill_loss_weight", "> 0, because rl_loss_weight=0")

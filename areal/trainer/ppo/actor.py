@@ -10,20 +10,26 @@ trajectories; the result has the form of the input. Called by ``PPOTrainer``.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from areal.trainer.ppo import ADVANTAGE_FNS, LOSS_FNS, resolve
 from areal.trainer.ppo.advantages import compute_advantages
+from areal.trainer.ppo.losses import LOSS_WEIGHTS, LossInput, run_loss
+from areal.trainer.ppo.mini_batches import mini_batches
 from areal.trainer.ppo.mismatch import MismatchError, MismatchMeter, judge, record_mismatch
 from areal.trainer.ppo.stats import LossTensors, record_batch, record_loss, record_proximal, train_scalars
 from areal.utils import logging, stats_tracker
-from areal.utils.batch import MicroBatch, PackedBatch, pack, roll_packed, split_like, split_micro_batches
-from areal.utils.errors import UnsupportedFeatureError
-from areal.utils.functional import compute_prox_logp_approximations, ppo_actor_loss_fn
+from areal.utils.batch import PackedBatch, pack, roll_packed, split_like
+from areal.utils.functional import (
+    aggregate,
+    compute_prox_logp_approximations,
+    distillation_token_losses,
+    m2po_mask,
+    pure_distillation_token_losses,
+)
 from areal.utils.ranks import is_first_rank, value_of_rank
 
 if TYPE_CHECKING:
@@ -45,6 +51,7 @@ ADVANTAGE_FIELDS = (
     "kl_rewards",
     "tot_rewards",
 )
+DISTILL_LOSS_WEIGHT = 0.005  # of a batch with teacher_logp that does not say how much they count
 
 
 class PPOActor:
@@ -57,11 +64,11 @@ class PPOActor:
     """
 
     def __init__(self, config: PPOActorConfig, engine: TrainEngine, stats_name: str = "ppo_actor") -> None:
-        for name in ("use_sapo_loss", "m2_threshold"):
-            if getattr(config, name):
-                raise UnsupportedFeatureError(f"actor.{name}={getattr(config, name)} is not available yet; unset it")
-        if config.rejection_sampling is not None and not config.use_decoupled_loss:
-            logger.warning("actor.rejection_sampling has no effect without use_decoupled_loss: the ratio is always 1")
+        for problem in _idle_settings(config):
+            logger.warning(problem)
+        # A wrong name fails here, not in the first step.
+        resolve("actor.loss_fn", config.objective(), LOSS_FNS)
+        resolve("actor.advantage_fn", config.advantage_fn, ADVANTAGE_FNS)
         self.config = config
         self.engine = engine
         self.stats_name = stats_name
@@ -143,17 +150,30 @@ class PPOActor:
         version = self.engine.get_version()
         with torch.no_grad():
             record_batch(tracker, batch, self.config, version)
+            if self.config.m2_threshold is not None:
+                batch = self._drop_off_policy(batch, self.config.m2_threshold)
         loss = ActorLoss(self.config, tracker, version)
         if not self.should_compute_prox_logp():
             loss.meter = MismatchMeter(self.config.mismatch.token_bound, version)
+        weight = LOSS_WEIGHTS[self.config.loss_agg]
         self.engine.train()
-        for mini_batch in self._mini_batches(batch.without("rewards", "tot_rewards", "kl_rewards")):
+        rows = batch.without("rewards", "tot_rewards", "kl_rewards", "response_len")
+        for mini_batch in mini_batches(rows, self.config, self.engine.data_parallel_group):
             with tracker.scope("update"):
-                result = self.engine.train_batch(mini_batch.batch, loss, loss_tokens, token_mask="loss_mask")
+                result = self.engine.train_batch(mini_batch.batch, loss, weight, token_mask="loss_mask")
                 train_scalars(tracker, result)
             if loss.meter is not None:
                 meter, loss.meter = loss.meter, None
                 self._close_meter(meter)
+
+    def _drop_off_policy(self, batch: PackedBatch, threshold: float) -> PackedBatch:
+        """M2PO over all tokens of the step, on all data-parallel ranks; what is dropped no longer counts anywhere."""
+        tokens, group = batch.tokens, self.engine.data_parallel_group
+        kept = m2po_mask(tokens["logprobs"], tokens["prox_logp"], tokens["loss_mask"], threshold, group)
+        tracker = stats_tracker.get(self.stats_name)
+        tracker.denominator(m2po_tokens=tokens["loss_mask"] != 0)
+        tracker.stat(denominator="m2po_tokens", m2po_kept_fraction=kept.float())
+        return batch.with_tokens(loss_mask=kept.to(tokens["loss_mask"].dtype))
 
     def _compare_recomputed(self, packed: PackedBatch, batch: PackedBatch) -> None:
         """Compare the log-probs that came with ``packed`` with the recomputed ones; ``batch`` has the aligned mask."""
@@ -179,26 +199,9 @@ class PPOActor:
         if is_first_rank():
             logger.warning(problem)
 
-    def _mini_batches(self, batch: PackedBatch) -> list[MicroBatch]:
-        """Balanced parts of the batch, as many on every data-parallel rank."""
-        wanted = self.config.ppo_n_minibatches
-        granularity = self.config.mb_spec.granularity
-        count = min(wanted, batch.n_sequences // granularity)
-        group = self.engine.data_parallel_group
-        if group is not None:
-            smallest = torch.tensor(count, device=batch.device)
-            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-            count = int(smallest)
-        if count < wanted:
-            logger.warning(
-                "only %d sequences for ppo_n_minibatches=%d: %d optimizer steps", batch.n_sequences, wanted, count
-            )
-        spec = replace(self.config.mb_spec, n_mbs=count, max_tokens_per_mb=None, n_mbs_divisor=1)
-        return split_micro_batches(batch, spec)
-
 
 class ActorLoss:
-    """The loss callback of one update: PPO loss of a micro-batch plus its statistics.
+    """The loss callback of one update: policy loss and distillation of a micro-batch, plus their statistics.
 
     Args:
         config: the actor's.
@@ -212,6 +215,7 @@ class ActorLoss:
         self.config = config
         self.tracker = tracker
         self.current_version = current_version
+        self.loss_fn = resolve("actor.loss_fn", config.objective(), LOSS_FNS)
         self.meter: MismatchMeter | None = None
         """Compares with the sampler's log-probs while it is set; only as long as ``logprobs`` are those."""
 
@@ -228,34 +232,42 @@ class ActorLoss:
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, packed_input: dict[str, Any], **logit_range: Tensor
     ) -> Tensor:
-        """Mean loss over the micro-batch's trained tokens; tensors are ``[T]``."""
+        """Loss of the micro-batch as ``actor.loss_agg`` takes it; tensors are ``[T]``."""
         config = self.config
-        mask = packed_input["loss_mask"] != 0
-        old = packed_input["logprobs"]
-        theta = torch.where(mask, logprobs.detach(), 0.0)
-        prox = self._proximal(theta, old, mask, packed_input)
-        loss, loss_stats = ppo_actor_loss_fn(
-            logprobs=logprobs,
-            proximal_logprobs=prox,
-            old_logprobs=old,
-            advantages=packed_input["advantages"],
-            eps_clip=config.eps_clip,
-            loss_mask=mask,
-            eps_clip_higher=config.eps_clip_higher,
-            c_clip=config.c_clip,
-            importance_sampling_level=config.importance_sampling_level,
-            rejection_sampling=config.rejection_sampling,
-            cu_seqlens=packed_input["cu_seqlens"],
-        )
+        x = self._input(logprobs, entropy, packed_input)
+        output = run_loss(self.loss_fn, x)
+        losses, distilled = self._distill(output.losses, x)
+        loss = aggregate(losses, x.mask, config.loss_agg, config.loss_agg_divisor(), x.cu_seqlens)
         with torch.no_grad():
+            theta = x.logprobs.detach()
             if self.meter is not None:
-                self.meter.add(old, theta, mask, packed_input.get("aligned_versions"))
-            tensors = LossTensors(mask, theta, prox, old, torch.where(mask, entropy.detach(), 0.0), loss_stats)
+                self.meter.add(x.old_logprobs, theta, x.mask, packed_input.get("aligned_versions"))
+            stats = {**output.stats, **distilled}
+            tensors = LossTensors(x.mask, theta, x.proximal_logprobs, x.old_logprobs, x.entropy, stats)
             record_loss(self.tracker, tensors, **{k: v.detach() for k, v in logit_range.items()})
             if config.use_decoupled_loss and "aligned_versions" in packed_input:
                 versions = packed_input["aligned_versions"]
                 record_proximal(self.tracker, tensors, versions, self.current_version, config.prox_logp_method)
         return loss
+
+    def _input(self, logprobs: Tensor, entropy: Tensor, packed_input: dict[str, Any]) -> LossInput:
+        mask = packed_input["loss_mask"] != 0
+
+        def on_mask(x: Tensor) -> Tensor:
+            return torch.where(mask, x, 0.0)
+
+        theta, old = on_mask(logprobs), on_mask(packed_input["logprobs"])
+        return LossInput(
+            logprobs=theta,
+            proximal_logprobs=on_mask(self._proximal(theta.detach(), old, mask, packed_input)),
+            old_logprobs=old,
+            advantages=on_mask(packed_input["advantages"]),
+            entropy=on_mask(entropy.detach()),
+            mask=mask,
+            cu_seqlens=packed_input["cu_seqlens"],
+            config=self.config,
+            fields=packed_input,
+        )
 
     def _proximal(self, theta: Tensor, old: Tensor, mask: Tensor, packed_input: dict[str, Any]) -> Tensor:
         if not (self.config.use_decoupled_loss and self.config.prox_logp_method == "loglinear"):
@@ -264,8 +276,29 @@ class ActorLoss:
         versions = torch.where(mask, packed_input["aligned_versions"], -1)
         return compute_prox_logp_approximations(old, theta, versions, self.current_version, "loglinear")["loglinear"]
 
+    def _distill(self, losses: Tensor, x: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the teacher's term (joint), or put it in the policy loss's place (pure, rl_loss_weight 0)."""
+        teacher = x.fields.get("teacher_logp")
+        if teacher is None:
+            return losses, {}
+        policy_weight = float(x.fields.get("rl_loss_weight", 1.0))
+        weight = float(x.fields.get("distill_loss_weight", DISTILL_LOSS_WEIGHT))
+        gap = distillation_token_losses(x.logprobs.detach(), teacher, x.mask)
+        if policy_weight == 0:
+            pure = pure_distillation_token_losses(x.logprobs, teacher, x.old_logprobs, x.mask)
+            return weight * pure, {"rkl_loss": gap}
+        kind = x.fields.get("distill_estimator", "k1")
+        joint = distillation_token_losses(x.logprobs, teacher, x.mask, kind)
+        return policy_weight * losses + weight * joint, {"rkl_loss": gap}
 
-def loss_tokens(packed_input: dict[str, Any]) -> Tensor:
-    """Weight of a micro-batch: its trained tokens."""
-    mask: Tensor = packed_input["loss_mask"]
-    return mask.count_nonzero()
+
+def _idle_settings(config: PPOActorConfig) -> list[str]:
+    """One line per setting that the chosen objective does not read."""
+    problems = []
+    for name in ("rejection_sampling", "m2_threshold"):
+        if getattr(config, name) is not None and not config.use_decoupled_loss:
+            problems.append(f"actor.{name} has no effect without use_decoupled_loss: both policies are the same")
+    for name in {"sapo": ("eps_clip_higher", "c_clip"), "cispo": ("c_clip",)}.get(config.objective(), ()):
+        if getattr(config, name) is not None:
+            problems.append(f"actor.{name} has no effect with the {config.objective()} loss")
+    return problems

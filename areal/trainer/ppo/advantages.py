@@ -7,11 +7,14 @@ same batch with aligned masks and log-probs, token rewards and advantages. Calle
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from areal.trainer.ppo import ADVANTAGE_FNS, resolve
+from areal.trainer.ppo.losses import LossContractError
 from areal.utils.batch import PackedBatch, roll_packed
 from areal.utils.errors import ArealError, DataError
 from areal.utils.functional import (
@@ -35,11 +38,72 @@ class NonFiniteInputError(ArealError, RuntimeError):
     """A reward or a log-prob of a trained token is NaN or infinite."""
 
 
+@dataclass(frozen=True)
+class AdvantageInput:
+    """One step's sequences as an advantage function sees them: T packed tokens, n sequences.
+
+    Attributes:
+        token_rewards: float32 ``[T]``, KL reward of each trained token plus the sequence's reward on its last one.
+        rewards: float32 ``[n]``, shaped and normalised reward of each sequence.
+        mask: bool ``[T]``, aligned: entry t is about token t + 1.
+        cu_seqlens: int32 ``[n + 1]``.
+        seq_ids: int64 ``[T]``, sequence of each token.
+        max_seqlen: longest sequence (tokens).
+        values: float32 ``[T]`` of the critic, by index; None without one.
+        truncated: bool ``[n]``; None where the workflow does not say.
+        group_id: int64 ``[n]``, equal for the answers to one prompt; None where it is not known.
+        reduce_group: data-parallel ranks; all of them call the function together.
+        config: the actor's settings.
+    """
+
+    token_rewards: Tensor
+    rewards: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor
+    seq_ids: Tensor
+    max_seqlen: int
+    values: Tensor | None
+    truncated: Tensor | None
+    group_id: Tensor | None
+    reduce_group: dist.ProcessGroup | None
+    config: PPOActorConfig
+
+
+@dataclass(frozen=True)
+class AdvantageOutput:
+    """What an advantage function returns; float32 ``[T]``, values off the mask are ignored.
+
+    Attributes:
+        advantages: weight of each trained token in the policy loss, before ``adv_norm``.
+        returns: target of the critic.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def gae_advantages(x: AdvantageInput) -> AdvantageOutput:
+    """Generalised advantage estimation, see ``gae_packed``; without a critic the discounted rewards to come."""
+    advantages, returns = gae_packed(
+        x.token_rewards,
+        x.mask,
+        x.cu_seqlens,
+        discount=x.config.discount,
+        gae_lambda=x.config.gae_lambda,
+        values=x.values,
+        truncated=x.truncated,
+        max_seqlen=x.max_seqlen,
+        seq_ids=x.seq_ids,
+    )
+    return AdvantageOutput(advantages, returns)
+
+
 def compute_advantages(
     batch: PackedBatch, config: PPOActorConfig, reduce_group: dist.ProcessGroup | None = None
 ) -> PackedBatch:
     """Rewards to advantages, in this order: overlong penalty, bias/scale/clip, reward normalisation, alignment of mask
-    and log-probs, KL reward, placement of the sequence reward, GAE, advantage normalisation.
+    and log-probs, overlong filter, KL reward, placement of the sequence reward, GAE (or ``actor.advantage_fn``),
+    advantage normalisation.
 
     Args:
         batch: one step's sequences; not modified.
@@ -48,7 +112,8 @@ def compute_advantages(
 
     Returns: a new batch. Tokens: ``loss_mask`` (float32, aligned), ``logprobs`` (aligned behaviour log-probs, 0 off the
         mask), ``prox_logp`` where there is one, ``aligned_versions``, ``advantages``, ``returns``, ``kl_rewards``,
-        ``tot_rewards``. ``rewards`` stay as they came.
+        ``tot_rewards``. Sequences: ``response_len``, generated tokens, also of those that the filter
+        drops. ``rewards`` stay as they came.
 
     Raises:
         DataError: a needed field is absent, or advantages were computed before.
@@ -58,26 +123,35 @@ def compute_advantages(
     seq_ids = batch.seq_ids
     scores = _sequence_scores(batch, config, seq_ids, reduce_group)
     mask = roll_packed(batch.tokens["loss_mask"] != 0, batch.cu_seqlens, fill=False)
+    response_len = segment_sum(mask.float(), seq_ids, batch.n_sequences)
+    truncated = batch.sequences.get("truncated")
+    if config.overlong_filter:
+        mask = mask & ~_known(truncated).bool()[seq_ids]
     tokens = _aligned_logprobs(batch, config, mask)
     old = tokens["logprobs"]
-    _check_finite(scores, *tokens.values())
+    teacher = batch.tokens.get("teacher_logp")
+    _check_finite(scores, *tokens.values(), *([] if teacher is None else [torch.where(mask, teacher, 0.0)]))
     remaining = trained_from_here(mask, batch.cu_seqlens, seq_ids)
-    truncated = batch.sequences.get("truncated")
     if config.mask_no_eos_with_zero and truncated is not None:
         scores = torch.where(truncated.bool(), 0.0, scores)
     kl_rewards = token_kl_rewards(old, batch.tokens.get("ref_logp"), mask, config.kl_ctl, config.kl_estimator)
     token_rewards = kl_rewards + place_sequence_rewards(scores, mask, remaining, seq_ids)
-    advantages, returns = gae_packed(
-        token_rewards,
-        mask,
-        batch.cu_seqlens,
-        discount=config.discount,
-        gae_lambda=config.gae_lambda,
-        values=batch.tokens.get("values"),
-        truncated=truncated,
-        max_seqlen=batch.max_seqlen,
-        seq_ids=seq_ids,
+    result = _run(
+        AdvantageInput(
+            token_rewards=token_rewards,
+            rewards=scores,
+            mask=mask,
+            cu_seqlens=batch.cu_seqlens,
+            seq_ids=seq_ids,
+            max_seqlen=batch.max_seqlen,
+            values=batch.tokens.get("values"),
+            truncated=truncated,
+            group_id=batch.sequences.get("group_id"),
+            reduce_group=reduce_group,
+            config=config,
+        )
     )
+    advantages = result.advantages
     if config.adv_norm is not None:
         group_id = batch.sequences.get("group_id")
         token_group = None if group_id is None else group_id[seq_ids]
@@ -88,10 +162,46 @@ def compute_advantages(
         **tokens,
         loss_mask=mask.float(),
         advantages=advantages,
-        returns=returns,
+        returns=result.returns,
         kl_rewards=kl_rewards,
         tot_rewards=token_rewards,
-    )
+    ).with_sequences(response_len=response_len)
+
+
+def _run(x: AdvantageInput) -> AdvantageOutput:
+    """Call the configured function and check what it returns.
+
+    Raises:
+        LossContractError: no ``AdvantageOutput``, or a tensor that is not ``[T]``.
+        NonFiniteInputError: an advantage or return of a trained token is not finite.
+    """
+    name = x.config.advantage_fn
+    function = resolve("actor.advantage_fn", name, ADVANTAGE_FNS)
+    result = function(x)
+    if name in ADVANTAGE_FNS:
+        assert isinstance(result, AdvantageOutput)
+        return result
+    if not isinstance(result, AdvantageOutput):
+        raise LossContractError(
+            f"actor.advantage_fn={name} returned a {type(result).__name__}; it must return an AdvantageOutput"
+        )
+    for key, value in (("advantages", result.advantages), ("returns", result.returns)):
+        if value.shape != x.mask.shape:
+            raise LossContractError(
+                f"actor.advantage_fn={name}: {key} has shape {tuple(value.shape)}; expected {tuple(x.mask.shape)}"
+            )
+        if not bool(torch.where(x.mask, value, 0.0).isfinite().all()):
+            raise NonFiniteInputError(f"actor.advantage_fn={name}: {key} of a trained token is NaN or infinite")
+    return result
+
+
+def _known(truncated: Tensor | None) -> Tensor:
+    if truncated is None:
+        raise DataError(
+            "actor.overlong_filter=true needs 'truncated' in every trajectory: return it from the workflow, or set the "
+            "filter to false"
+        )
+    return truncated
 
 
 def _sequence_scores(

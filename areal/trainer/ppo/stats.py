@@ -30,7 +30,9 @@ def record_batch(
     mask = batch.tokens["loss_mask"] != 0
     rewards = batch.sequences["rewards"].float()
     seq_len = batch.cu_seqlens.diff().float()
-    response_len = segment_sum(mask.float(), batch.seq_ids, n)
+    response_len = batch.sequences.get("response_len")
+    if response_len is None:  # a list of trajectories brings only what belongs to tokens
+        response_len = segment_sum(mask.float(), batch.seq_ids, n)
     truncated = batch.sequences.get("truncated")
     correct = rewards > 0
     tracker.denominator(
@@ -97,6 +99,20 @@ def _record_staleness(tracker: DistributedStatsTracker, versions: Tensor, mask: 
         tracker.scalar(v_theta=current_version, v_proximal=current_version - 1)
 
 
+# Statistics of a loss that are recorded under a denominator or a name of their own.
+_NAMED = {
+    "approx_kl",
+    "behave_approx_kl",
+    "behave_imp_weight",
+    "behave_mask",
+    "clip_mask",
+    "dual_clip_mask",
+    "filtered_fraction",
+    "importance_weight",
+    "loss",
+}
+
+
 @dataclass
 class LossTensors:
     """Per-token tensors ``[T]`` of one micro-batch, without gradient.
@@ -105,7 +121,7 @@ class LossTensors:
         mask: bool, the trained positions before rejection.
         theta, prox, old: log-probs of current, proximal and behaviour policy; 0 off the mask.
         entropy: of the current policy; 0 off the mask.
-        loss_stats: what ``ppo_actor_loss_fn`` returned.
+        loss_stats: of the loss function and of distillation; one that has no name below is averaged under its own.
     """
 
     mask: Tensor
@@ -138,6 +154,7 @@ def record_loss(tracker: DistributedStatsTracker, t: LossTensors, **logit_range:
         clip_ratio=clipped.float(),
         dual_clip_ratio=stats["dual_clip_mask"].float(),
         **logit_range,
+        **{name: torch.where(t.mask, stats[name].float(), 0.0) for name in sorted(stats.keys() - _NAMED)},
     )
     tracker.stat(denominator="clipped_tokens", clipped_new_logp=t.theta, clipped_old_logp=t.old)
     if "behave_mask" in stats:
