@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal.engine.core.distributed import group_rank, group_size, padding_quantum
+from areal.engine.core.shared_prefix import find_shared_prefixes, split_by_trees, tree_rows
 from areal.utils.batch import MicroBatch, PackedBatch, pack, pad_packed, pad_to_multiple, scatter_rows, split_like
 from areal.utils.batch.split import split_micro_batches
 from areal.utils.errors import ArealError, DataError
@@ -24,8 +25,10 @@ from areal.utils.seqpack import PackingError
 if TYPE_CHECKING:
     from areal.api.cli_args import MicroBatchSpec
     from areal.engine.core.parallel_dims import ParallelGroups
+    from areal.models.tree import PrefixTree
 
 Trajectories = list[dict[str, Any]] | dict[str, Any] | PackedBatch
+Split = Callable[[PackedBatch, "MicroBatchSpec"], list[MicroBatch]]
 
 
 @dataclass
@@ -35,13 +38,15 @@ class ModelInput:
     Attributes:
         micro_batch: the real tokens, for the loss.
         padded: what the model sees, on all ranks of the model group together; the same batch, or with one fake
-            sequence of padding at its end.
+            sequence of padding at its end; or the rows of the tree.
         filler: this rank had no rows left; the micro-batch only keeps collectives in step and has no loss.
+        tree: how the tokens are made from the rows that the model sees; None: they are one to one.
     """
 
     micro_batch: MicroBatch
     padded: PackedBatch
     filler: bool = False
+    tree: PrefixTree | None = None
 
     @property
     def batch(self) -> PackedBatch:
@@ -101,31 +106,39 @@ def prepare_batch(
     device: torch.device,
     *,
     pad_to_maximum: bool = False,
+    trees: bool = False,
 ) -> EngineBatch:
     """Pack ``source`` and cut it into as many micro-batches as every other rank; every rank must call.
 
-    A rank without rows gets filler micro-batches. Ranks of one model group hold the same rows.
+    A rank without rows gets filler micro-batches. Ranks of one model group hold the same rows. With ``trees`` the cut
+    goes by distinct tokens, and the model sees each of them once; see ``shared_prefix``.
 
     Raises:
         PackingError: the rows of some rank cannot be split as ``spec`` asks; see ``areal.utils.batch.allocate_rows``.
-        DataError: ranks of one model group hold different rows.
+        DataError: ranks of one model group hold different rows; a sequence is longer than a tree may be.
     """
+    split = split_by_trees if trees else split_micro_batches
     packed = None if _is_empty(source) else pack(source).to(device)
     if groups.cpu is None:
         if packed is None:
             raise ValueError("cannot run an empty batch: the caller passed no trajectories")
-        parts = split_micro_batches(packed, spec)
+        parts = split(packed, spec)
         agreed = len(parts)
     else:
-        parts, agreed = _split_in_step(packed, spec, groups, device)
+        parts, agreed = _split_in_step(packed, spec, split, groups, device)
     n_real = len(parts)
     filler = MicroBatch(_filler(device), [])
     parts = parts + [filler] * (agreed - n_real)
     limit = spec.max_tokens_per_mb if pad_to_maximum else None
-    inputs = [
-        ModelInput(part, _pad(part.batch, device, groups, limit), filler=index >= n_real)
-        for index, part in enumerate(parts)
-    ]
+    inputs = []
+    for index, part in enumerate(parts):
+        tree = find_shared_prefixes(part.batch, limit) if trees else None
+        if tree is not None:
+            # One size is for compiled kernels; on a CPU it would only be more to compute.
+            rows = _padded_length(tree.n_rows, device, groups, limit if device.type == "cuda" else None)
+            inputs.append(ModelInput(part, tree_rows(part.batch, tree, rows), tree=tree))
+        else:
+            inputs.append(ModelInput(part, _pad(part.batch, device, groups, limit), filler=index >= n_real))
     return EngineBatch(source, packed if packed is not None else filler.batch, inputs)
 
 
@@ -149,7 +162,7 @@ def own_slice(labels: Tensor, rows: Tensor, width: int, group: dist.ProcessGroup
 
 
 def _split_in_step(
-    packed: PackedBatch | None, spec: MicroBatchSpec, groups: ParallelGroups, device: torch.device
+    packed: PackedBatch | None, spec: MicroBatchSpec, split: Split, groups: ParallelGroups, device: torch.device
 ) -> tuple[list[MicroBatch], int]:
     """Micro-batches of this rank (at most as many as it has rows for) and the number every rank must run.
 
@@ -157,13 +170,13 @@ def _split_in_step(
     """
     assert groups.cpu is not None
     limit = packed.n_sequences // spec.granularity if packed is not None else 0
-    strict = _differing_rows(packed, groups, device) or _try_split(packed, spec)
+    strict = _differing_rows(packed, groups, device) or _try_split(packed, spec, split)
     own = strict
     if isinstance(strict, PackingError):
-        own = _try_split(packed, _at_most(spec, spec.n_mbs, limit))
+        own = _try_split(packed, _at_most(spec, spec.n_mbs, limit), split)
     wanted = _agree(own, strict, groups.cpu)
     if limit and wanted > len(own := _raise_if_failed(own)):
-        own = _try_split(packed, _at_most(spec, wanted, limit))
+        own = _try_split(packed, _at_most(spec, wanted, limit), split)
     # A second split can need even more than it was asked for (unlucky packing): agree on what is really there.
     agreed = _agree(own, own, groups.cpu)
     divisor = spec.n_mbs_divisor or 1
@@ -194,13 +207,13 @@ def _differing_rows(packed: PackedBatch | None, groups: ParallelGroups, device: 
     )
 
 
-def _try_split(packed: PackedBatch | None, spec: MicroBatchSpec) -> list[MicroBatch] | ArealError:
+def _try_split(packed: PackedBatch | None, spec: MicroBatchSpec, split: Split) -> list[MicroBatch] | ArealError:
     """Split, or return the error: every rank must reach the collective before one of them raises."""
     if packed is None:
         return []
     try:
-        return split_micro_batches(packed, spec)
-    except PackingError as exc:
+        return split(packed, spec)
+    except ArealError as exc:
         return exc
 
 
@@ -240,9 +253,8 @@ def _agree(
 
 def _pad(batch: PackedBatch, device: torch.device, groups: ParallelGroups, pad_to: int | None) -> PackedBatch:
     """The model's side: padded to what kernels want, and so that every rank of a model group gets an equal share."""
-    shares = group_size(groups.sequence) * group_size(groups.tensor)
-    quantum = math.lcm(padding_quantum(device), shares)
-    if quantum == 1 and pad_to is None:
+    length = _padded_length(batch.n_tokens, device, groups, pad_to)
+    if length == batch.n_tokens:
         return batch
     model_side = PackedBatch(
         tokens={key: batch.tokens[key] for key in ("input_ids", "position_ids")},
@@ -250,7 +262,13 @@ def _pad(batch: PackedBatch, device: torch.device, groups: ParallelGroups, pad_t
         cu_seqlens=batch.cu_seqlens,
         lens=batch.lens,
     )
-    return pad_to_multiple(model_side, quantum, None if pad_to is None else -(-pad_to // shares) * shares)[0]
+    return pad_to_multiple(model_side, 1, length)[0]
+
+
+def _padded_length(n_tokens: int, device: torch.device, groups: ParallelGroups, pad_to: int | None) -> int:
+    shares = group_size(groups.sequence) * group_size(groups.tensor)
+    quantum = math.lcm(padding_quantum(device), shares) if pad_to is None else shares
+    return -(-(n_tokens if pad_to is None else pad_to) // quantum) * quantum
 
 
 def _filler(device: torch.device) -> PackedBatch:

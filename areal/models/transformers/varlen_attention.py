@@ -27,15 +27,13 @@ SLACK_PAIRS = 2048
 SLACK_SHARE = 0.05
 
 
-class TwoLayouts(Protocol):
-    """A row whose repeated tokens stand once; see ``areal.engine.core.shared_prefix``."""
+class TreeOfSequences(Protocol):
+    """Attention of a row that is a tree of sequences; see ``areal.models.tree``."""
 
-    def expand(self, x: Tensor) -> Tensor:
-        """Rows of the full layout."""
-        ...
-
-    def compress(self, x: Tensor) -> Tensor:
-        """Rows of the short one."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        """``[T, heads, D]`` each -> ``[T, H, D]``."""
         ...
 
 
@@ -120,7 +118,7 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    prefix_sharing: TwoLayouts | None = None,
+    tree_attention: TreeOfSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function in transformers' signature; see the module docstring.
@@ -128,12 +126,18 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     Args:
         query: ``[B, H, T, D]``; B is 1 when ``cu_seq_lens_q`` is given. Key and value ``[B, KV, T, D]``.
         cu_seq_lens_q: ``[n+1]`` bounds of the sequences; None means that each of the B rows is one whole sequence.
-        prefix_sharing: the row holds each shared prompt once; the bounds are those of the full layout.
+        tree_attention: the row is a tree of sequences; the bounds say nothing.
 
     Raises:
-        ValueError: a padding mask or a feature (soft cap, attention sinks) that this function does not compute.
+        ValueError: a padding mask or a feature (soft cap, attention sinks; dropout of a tree) that this function does
+            not compute.
     """
     _refuse(attention_mask, kwargs)
+    if tree_attention is not None:
+        if dropout:
+            raise ValueError(f"{VARLEN_ATTENTION}: shared tokens cannot have dropout of their own; set it to 0")
+        rows = (x.transpose(1, 2).squeeze(0) for x in (query, key, value))
+        return tree_attention(*rows, scale=scaling, window=sliding_window)[None], None
     if cu_seq_lens_q is None:
         plan = AttentionPlan([AttentionBlock(query.shape[0], query.shape[2])])
     else:
@@ -141,8 +145,6 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
     batch, _, tokens, _ = query.shape
     # [B, H, T, D] is a transposed view of the projection output, so these are views: one row per token.
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if prefix_sharing is not None:
-        q, k, v = (prefix_sharing.expand(x) for x in (q, k, v))
     options = _Options(scaling, dropout, sliding_window)
     if plan.gather is None:
         out = _attend(plan.blocks[0], q, k, v, options) if plan.blocks else torch.zeros_like(q)
@@ -151,8 +153,6 @@ def varlen_attention_forward(  # noqa: PLR0913 - transformers' signature
         parts = zip(*(_ToSlots.apply(x, plan.gather, plan.scatter).split(slots) for x in (q, k, v)), strict=True)
         outputs = [_attend(block, *part, options) for block, part in zip(plan.blocks, parts, strict=True)]
         out = _ToRows.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], plan.scatter)
-    if prefix_sharing is not None:
-        out = prefix_sharing.compress(out)
     return out.view(batch, tokens, *out.shape[1:]), None
 
 

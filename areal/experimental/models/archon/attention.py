@@ -1,18 +1,22 @@
 """Causal attention inside each sequence of a packed row.
 
 In: queries ``[1, L, H, D]``, keys and values ``[1, L, KV, D]``, the bounds of the sequences. Out: ``[1, L, H, D]``.
-Called by ``base.Attention``; context parallelism wraps the module from outside.
+Called by ``base.Attention``; context parallelism wraps the module from outside. A row that is a tree of sequences
+(``areal/models/tree``) brings its own attention.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from areal.models.transformers.varlen_attention import varlen_attention_forward
+
+if TYPE_CHECKING:
+    from areal.models.tree import TreeAttention
 
 AttentionType = Literal["sdpa", "varlen"]
 
@@ -29,14 +33,25 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.attn_type = attn_type
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tree_attn_meta: TreeAttention | None = None,
+    ) -> Tensor:
         """Attention of one packed row.
 
         Args:
             q: ``[1, L, H, D]``; k and v ``[1, L, KV, D]`` with H a multiple of KV.
             cu_seqlens: int32 ``[K + 1]``, from 0 to L; a repeated value is an empty sequence.
             max_seqlen: tokens of the longest sequence.
+            tree_attn_meta: the row is this tree, and its bounds say nothing.
         """
+        if tree_attn_meta is not None:
+            return tree_attn_meta(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
         if self.attn_type == "sdpa":
             return _dense(q, k, v, cu_seqlens)
         if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
