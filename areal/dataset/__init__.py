@@ -30,6 +30,7 @@ DATASETS: Registry[Builder] = Registry(
     "dataset",
     {
         "gsm8k": "areal.dataset.gsm8k.build_gsm8k",
+        "hh-rlhf": "areal.dataset.hhrlhf.build_hhrlhf",
         "reasoning_gym": "areal.dataset.reasoning_gym.build_reasoning_gym",
         "arithmetic": "areal.dataset.arithmetic.build_arithmetic",
     },
@@ -37,7 +38,7 @@ DATASETS: Registry[Builder] = Registry(
 # Builders that make their rows up: a file that merely has such a name in its path is not theirs.
 PROCEDURAL = frozenset({"arithmetic", "reasoning_gym"})
 # Names of the 1.x surface that this build does not load.
-LATER_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k", "hh-rlhf", "torl_data")
+LATER_DATASETS = ("clevr_count_70k", "geometry3k", "virl39k", "torl_data")
 
 
 def get_custom_dataset(
@@ -52,13 +53,14 @@ def get_custom_dataset(
     Args:
         split: ``train``, ``test``, …; None takes the config's, else ``train``.
         dataset_config: dataset section; gives path, type, max_length and dataset_kwargs.
-        tokenizer: needed for ``type: sft`` and for ``max_length``.
+        tokenizer: needed for all types but ``rl``, and for ``max_length``.
         processor: reserved for image datasets.
         kwargs: without a config: ``path``, ``type`` (default ``rl``), ``max_length``, ``dataset_kwargs``; any other is
             added to ``dataset_kwargs``.
 
     Returns:
-        A sequence of dict rows. RL: ``messages`` and columns for the reward; SFT: ``input_ids`` and ``loss_mask``.
+        A sequence of dict rows. RL: ``messages`` and columns for the reward; SFT: ``input_ids`` and ``loss_mask``;
+        preference pairs: ``chosen_ids`` and ``rejected_ids``, for DPO with loss masks.
 
     Raises:
         UnsupportedFeatureError: a dataset that this build does not offer.
@@ -114,7 +116,7 @@ def _find_builder(request: DatasetRequest) -> Builder:
                 f"dataset {name!r} (path {request.path!r}) is not available in this version; supported: {_supported()}"
             )
     local = Path(request.path)
-    if (local.is_file() and local.suffix in FILE_SUFFIXES) or (
+    if (local.is_file() and local.name.endswith(FILE_SUFFIXES)) or (
         local.is_dir() and find_split_files(local, request.split)
     ):
         from areal.dataset.jsonl import build_jsonl

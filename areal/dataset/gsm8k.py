@@ -6,25 +6,20 @@ Columns in: ``question`` and ``answer`` (worked solution ending in ``#### N``). 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from areal.dataset.rows import (
     DatasetRequest,
     RowDataset,
     RowDict,
     encode_all,
-    find_split_files,
     finish_rl,
     finish_sft,
-    read_rows,
     require_columns,
     require_tokenizer,
     require_type,
     take_options,
 )
-from areal.utils.errors import DataError
+from areal.dataset.sources import load_source
 
-HUB_NAME = "openai/gsm8k"
 BOXED_INSTRUCTION = "Give your final answer inside \\boxed{}."
 
 
@@ -36,7 +31,7 @@ def build_gsm8k(request: DatasetRequest) -> RowDataset:
     """
     require_type(request)
     take_options(request, {})
-    source = load_source(request)
+    source = load_source(request, config="main")
     if source and "question" not in source[0]:
         # A file prepared for training that merely has "gsm8k" in its path.
         from areal.dataset.jsonl import rows_to_dataset
@@ -44,30 +39,6 @@ def build_gsm8k(request: DatasetRequest) -> RowDataset:
         return rows_to_dataset(source, request)
     require_columns(source, ("question", "answer"), request.path)
     return _rl_rows(source, request) if request.type == "rl" else _sft_rows(source, request)
-
-
-def load_source(request: DatasetRequest) -> list[RowDict]:
-    """The split's rows as published, from disk if ``path`` exists, else from the hub."""
-    path = Path(request.path)
-    if path.exists():
-        files = find_split_files(path, request.split)
-        if files:
-            return [row for file in files for row in read_rows(file)]
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            from areal.dataset.disk import load_saved
-
-            return list(load_saved(path, request.split))
-        raise DataError(
-            f"{path}: no file {request.split}.jsonl, .parquet or {request.split}-*.parquet in it, main/ or data/"
-        )
-    import datasets
-
-    try:
-        return list(datasets.load_dataset(request.path, name="main", split=request.split))
-    except Exception as exc:
-        raise DataError(
-            f"dataset {request.path!r}, split {request.split!r} is no local path, and the hub gave: {exc}"
-        ) from exc
 
 
 def _rl_rows(source: list[RowDict], request: DatasetRequest) -> RowDataset:

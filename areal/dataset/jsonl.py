@@ -2,15 +2,17 @@
 
 RL rows need ``messages`` (or ``prompt``, a string that becomes one user message); all other columns go to the reward
 function as keyword arguments. Supervised rows are ``input_ids`` + ``loss_mask``, or ``prompt`` + ``completion``, or
-``messages`` ending with the assistant's answer, which is what the loss is taken on.
+``messages`` (and ``tools``), where the loss is on every turn of the assistant. Preference pairs (``rw``, ``dpo``) are
+``chosen`` + ``rejected``; see ``areal.dataset.preference``.
 """
 
 from __future__ import annotations
 
 import keyword
 from pathlib import Path
-from typing import Any
 
+from areal.dataset.chat import conversation_row
+from areal.dataset.preference import PAIR_TYPES, pair_dataset
 from areal.dataset.rows import (
     RESERVED_COLUMNS,
     DatasetRequest,
@@ -28,7 +30,6 @@ from areal.dataset.rows import (
     take_options,
 )
 from areal.utils.errors import DataError
-from areal.utils.hf_utils import apply_chat_template
 
 
 def build_jsonl(request: DatasetRequest) -> RowDataset:
@@ -42,7 +43,9 @@ def build_jsonl(request: DatasetRequest) -> RowDataset:
 
 def rows_to_dataset(rows: list[RowDict], request: DatasetRequest) -> RowDataset:
     """Check and convert rows for ``request.type``."""
-    require_type(request)
+    require_type(request, ("sft", "rl", *PAIR_TYPES))
+    if request.type in PAIR_TYPES:
+        return pair_dataset(rows, request)
     if request.type == "sft":
         return finish_sft(_sft_rows(rows, request), request)
     return finish_rl([_rl_row(i, row, request.path) for i, row in enumerate(rows)], request)
@@ -80,21 +83,12 @@ def _sft_rows(rows: list[RowDict], request: DatasetRequest) -> list[RowDict]:
     tokenizer = require_tokenizer(request, "type=sft")
     if "messages" in rows[0]:
         require_columns(rows, ("messages",), request.path)
-        return [_from_messages(tokenizer, i, row["messages"], request.path) for i, row in enumerate(rows)]
+        return [
+            conversation_row(tokenizer, row["messages"], f"{request.path}: row {i}", row.get("tools"))
+            for i, row in enumerate(rows)
+        ]
     require_columns(rows, ("prompt", "completion"), request.path)
     prompts = encode_all(tokenizer, [row["prompt"] for row in rows])
     targets = encode_all(tokenizer, [row["completion"] for row in rows], add_special_tokens=False)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [prompt_and_target(p, [*t, *end]) for p, t in zip(prompts, targets, strict=True)]
-
-
-def _from_messages(tokenizer: Any, index: int, messages: list[dict[str, Any]], path: str) -> RowDict:
-    if not messages or messages[-1].get("role") != "assistant":
-        raise DataError(f"{path}: row {index}: the last message must be the assistant's")
-    prompt = apply_chat_template(tokenizer, messages[:-1], add_generation_prompt=True)
-    whole = apply_chat_template(tokenizer, messages)
-    if whole[: len(prompt)] != prompt:
-        raise DataError(
-            f"{path}: row {index}: the chat template changes the prompt when the answer is added; use input_ids"
-        )
-    return prompt_and_target(prompt, whole[len(prompt) :])

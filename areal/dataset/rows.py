@@ -6,6 +6,7 @@ whose rows are dicts (:class:`RowDataset`, ``datasets.Dataset``, or a user's own
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -21,15 +22,15 @@ logger = logging.getLogger("Dataset")
 RowDict = dict[str, Any]
 # Names that a workflow passes to the reward function itself.
 RESERVED_COLUMNS = frozenset({"prompt", "completions", "prompt_ids", "completion_ids"})
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
     """One call of ``get_custom_dataset``, resolved.
 
-    ``type`` is ``sft`` or ``rl``; ``max_length`` counts tokens, longer samples are dropped, never cut; ``options`` are
-    the settings of ``dataset_kwargs``.
+    ``type`` is ``sft``, ``rl``, ``rw`` or ``dpo``; ``max_length`` counts tokens, longer samples are dropped, never cut;
+    ``options`` are the settings of ``dataset_kwargs``.
     """
 
     path: str
@@ -83,7 +84,7 @@ class RowDataset(Sequence[RowDict]):
 
 
 def read_rows(path: Path) -> list[RowDict]:
-    """Rows of a ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
+    """Rows of a ``.jsonl``, ``.jsonl.gz``, ``.json`` (a list of objects) or ``.parquet`` file.
 
     Raises:
         DataError: the file is not of that form; the message names the line.
@@ -99,7 +100,7 @@ def read_rows(path: Path) -> list[RowDict]:
             raise DataError(f"{path}: expected a JSON list of objects")
         return content
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 rows.append(_parse_line(path, number, line))

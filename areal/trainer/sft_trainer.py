@@ -1,29 +1,16 @@
-"""The supervised loop: batches of token rows in, a fine-tuned model out.
-
-Runs in one process, or once per rank under ``torchrun`` (each rank then takes its share of every batch).
-"""
+"""Supervised fine-tuning: rows of tokens with a loss mask in, a fine-tuned language model out."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from areal.api.io_struct import StepInfo
-from areal.infra.scheduler.inline import InlineScheduler
-from areal.trainer.builder import build_learner
-from areal.trainer.diagnostics import start_diagnostics
-from areal.trainer.follower import follow
-from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
-from areal.utils import environ
-
-if TYPE_CHECKING:
-    from areal.api.cli_args import SFTConfig
+from areal.trainer.learners import LM
+from areal.trainer.supervised import Batch, SupervisedTrainer
 
 
-def collate_tokens(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def collate_tokens(samples: list[dict[str, Any]]) -> Batch:
     """Records with ``input_ids`` and ``loss_mask`` lists -> ``[1, S]`` tensors, ``attention_mask`` of ones added.
 
     A rank without rows (a short last step dealt out to several ranks) gets one token without loss: every rank must join
@@ -37,91 +24,20 @@ def collate_tokens(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return batch
 
 
-class SFTTrainer(ClosingRun):
+class SFTTrainer(SupervisedTrainer):
     """Owns one supervised run.
 
     Args:
         config: an ``SFTConfig``.
         train_dataset: rows with ``input_ids`` and ``loss_mask`` lists.
-        valid_dataset: same, evaluated when ``evaluator`` says so.
+        valid_dataset: same, evaluated when ``evaluator`` says so; statistics go to ``sft-eval``.
     """
 
-    def __init__(self, config: SFTConfig, train_dataset: Any = None, valid_dataset: Any = None) -> None:
-        self.config = config
-        self._datasets = (train_dataset, valid_dataset)
-        self._restarts = RestartBudget(config.recover)
-        self.follower = follow(config)
-        if self.follower is None:
-            self._open()
+    kind = LM
+    collate = staticmethod(collate_tokens)
 
-    def _open(self) -> None:
-        """Build the run, from the newest recover point if there is one; also after a train worker was lost."""
-        config = self.config
-        ranks = environ.world_size() if environ.is_single_controller() else 1  # a launcher's rank 0 controls all
-        setup = prepare_run(config, *self._datasets, collate_fn=collate_tokens, world_size=ranks)
-        self.loader, self.valid_loader = setup.loader, setup.valid_loader
-        self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
-        with closing_if_it_fails(self.hooks):
-            self.scheduler = InlineScheduler() if ranks > 1 else build_scheduler(config)
-        with self.closing_on_error():
-            start_diagnostics(self.hooks, self.scheduler)
-            self.parts = build_learner(self.scheduler, config, setup.ft_spec)
-            self.engine, self.learner = self.parts.engine, self.parts.learner
-            info = self.hooks.recover({"default": self.engine}, self.loader)
-        self.start_step = 0 if info is None else info.last_step_info.global_step + 1
+    def _update(self, batch: Batch) -> None:
+        self.learner.train_lm(batch)
 
-    def train(self, stop_fn: Callable[[StepInfo], bool] | None = None) -> None:
-        """Run every remaining step.
-
-        Args:
-            stop_fn: asked after each update; true ends the run there, and that step is saved like a last one.
-        """
-        if self.follower is not None:
-            self.follower.wait()
-            return
-        gc.freeze()  # models and libraries stay for good: a full collection that walks them costs a small step's time
-        self.run_with_restarts(lambda: self._run_steps(stop_fn), self._restarts)
-
-    def _run_steps(self, stop_fn: Callable[[StepInfo], bool] | None) -> None:
-        """Every step from ``start_step`` on."""
-        batches = self._batches()
-        self.phase.restart()
-        if self.start_step == 0 and self.hooks.evaluator.should_evaluate_before_train():
-            with self.phase("eval"):
-                self._evaluate()
-            self.hooks.commit_initial(self.parts.export_stats())
-        for step in self.hooks.steps(self.start_step, self.plan.total_steps):
-            with self.phase("load_bcast"):
-                batch = next(batches)
-            self.hooks.saver.maybe_wait_for_staging()
-            with self.phase("train_step"):
-                self.learner.train_lm(batch)
-                self.engine.step_lr_scheduler()
-            self.engine.set_version(step.global_step + 1)
-            stop = stop_fn is not None and stop_fn(step)
-            self._finish_step(step, last=stop)
-            if stop:
-                break
-
-    def _batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Batches from the loader's cursor on, epoch after epoch."""
-        while True:
-            yield from self.loader
-
-    def _finish_step(self, step: StepInfo, *, last: bool) -> None:
-        engines = {"default": self.engine}
-        with self.phase("save"):
-            self.hooks.save(engines, step, last=last)
-        if self.hooks.should_evaluate(step):
-            with self.phase("eval"):
-                self._evaluate()
-        stats = self.parts.export_stats()
-        stats.update(self.phase.export())
-        self.hooks.commit(step, stats)
-        with self.phase("checkpoint_for_recover"):  # last, so that the point covers everything the step left behind
-            self.hooks.dump_recover(engines, step, self.loader)
-
-    def _evaluate(self) -> None:
-        """One pass over the validation rows; statistics go to ``sft-eval``."""
-        for batch in self.valid_loader or ():
-            self.learner.evaluate_lm(batch)
+    def _score(self, batch: Batch) -> None:
+        self.learner.evaluate_lm(batch)

@@ -23,6 +23,7 @@ _WINDOW_STEPS = 20  # steps over which speed is measured
 METRICS = {
     "reward": ("reward", "{:.3f}"),
     "loss": ("loss", "{:.4f}"),
+    "accuracy": ("accuracy", "{:.3f}"),
     "eval": ("eval", "{:.3f}"),
     "staleness": ("staleness", "{:.2f}"),
     "mismatch": ("mismatch", "{:.2g}"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal import SFTTrainer
-from areal.trainer import sft_trainer
+from areal.trainer import supervised
 from areal.trainer.hooks import RunHooks
 from areal.utils import perf_tracer
 from areal.utils.saver import Saver
@@ -32,7 +32,7 @@ def test_engine_that_cannot_be_built_leaves_nothing_open(
     close = RunHooks.close
     monkeypatch.setattr(RunHooks, "close", lambda self: (closed.append(True), close(self)))
     with monkeypatch.context() as patch:
-        patch.setattr(sft_trainer, "build_learner", broken)
+        patch.setattr(supervised, "build_learner", broken)
         with pytest.raises(MemoryError):
             SFTTrainer(config, train_dataset=sft_rows(config))
     assert closed == [True]

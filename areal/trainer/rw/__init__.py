@@ -1,0 +1,1 @@
+"""The learner of reward models."""
