@@ -198,10 +198,7 @@ def test_offload_of_a_rank_that_shards_nothing_is_refused():
 @pytest.mark.parametrize(
     ("archon", "settings", "message"),
     [
-        ({"attn_type": "tree"}, {}, r"archon\.attn_type=tree: .* use varlen or sdpa"),
         ({}, {"use_lora": True}, "use_lora=true: .* set it to false"),
-        ({}, {"is_critic": True}, "is_critic=true: .* set it to false"),
-        ({}, {"enable_tree_training": True}, "enable_tree_training=true: .* set it to false"),
     ],
 )
 def test_features_of_other_versions_are_refused_by_name(archon, settings, message):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal.api.cli_args import ConfigError, GRPOConfig, SFTConfig, load_config
+from areal.api.cli_args import ConfigError, DPOConfig, GRPOConfig, RWConfig, SFTConfig, load_config
 from tests.test_cli_args import SMALL_YAML
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").rglob("*.yaml"))
@@ -142,6 +142,9 @@ def test_load_questionable_value_warns_once(
 # ---------------------------------------------------------------------------------------------------------- examples
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_load_shipped_yaml_is_valid(path: Path) -> None:
-    config = _load(["--config", str(path)], cls=SFTConfig if "sft" in path.stem else GRPOConfig)
+    kinds = {"sft": SFTConfig, "dpo": DPOConfig, "rw": RWConfig}
+    cls = next((kinds[word] for word in path.stem.split("_") if word in kinds), GRPOConfig)
+
+    config = _load(["--config", str(path)], cls=cls)
 
     assert config.actor.path

@@ -11,6 +11,7 @@ from areal.api.cli_args import (
     InferenceEngineConfig,
     OptimizerConfig,
     PPOActorConfig,
+    RWConfig,
     SchedulerConfig,
     SFTConfig,
     TrainDatasetConfig,
@@ -73,9 +74,11 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"critic": {"backend": "fsdp:d1"}}, "critic"),
+        ({"critic": {"backend": "fsdp:d1"}}, "critic.optimizer=null"),
+        ({"critic": {"optimizer": {}, "mask_no_eos_with_zero": True}}, "critic.mask_no_eos_with_zero=true"),
+        ({"critic": {"optimizer": {}, "use_lora": True}}, "critic.use_lora"),
+        ({"critic": {"optimizer": {}, "offload": True}}, "critic.offload=true: models leave"),
         ({"teacher": {"backend": "fsdp:d1", "path": "x"}}, "teacher"),
-        ({"enable_offload": True}, "enable_offload"),
         ({"allocation_mode": "fsdp:d1"}, "allocation_mode"),
         ({"memory_profiler": {}}, "memory_profiler"),
         ({"rollout": {"backend": "vllm:d1"}}, "rollout.backend=vllm:d1"),
@@ -84,17 +87,14 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
         ({"rollout": {"return_routed_experts": True}}, "rollout.return_routed_experts"),
         ({"rollout": {"agent": {"mode": "online"}}}, "rollout.agent.mode"),
         ({"actor": {"backend": "megatron:d1"}}, "actor.backend=megatron:d1"),
-        ({"actor": {"backend": "archon:d1", "archon": {"attn_type": "tree"}}}, "actor.archon.attn_type=tree"),
         (
             {"actor": {"backend": "archon:d1", "archon": {"fp8_config": {"mode": "blockwise"}}}},
             "actor.archon.fp8_config.mode=blockwise",
         ),
         ({"actor": {"use_lora": True}}, "actor.use_lora"),
-        ({"actor": {"enable_tree_training": True}}, "actor.enable_tree_training"),
-        ({"actor": {"offload": True}}, "actor.offload"),
+        ({"actor": {"offload": True}}, "actor.offload=true: models leave"),
+        ({"ref": {"backend": "fsdp:d1", "path": "m", "offload": True}}, "ref.offload=true: models leave"),
         ({"actor": {"_version": "v2"}}, "actor._version"),
-        ({"actor": {"use_sapo_loss": True}}, "actor.use_sapo_loss"),
-        ({"actor": {"m2_threshold": 0.04}}, "actor.m2_threshold"),
         ({"actor": {"weight_update_mode": "xccl"}}, "actor.weight_update_mode=xccl"),
         ({"actor": {"dtype": "float16"}}, "actor.dtype=float16"),
         ({"actor": {"path": ""}}, "actor.path"),
@@ -119,12 +119,46 @@ def test_check_supported_feature_not_there_is_named(change: dict[str, Any], key:
 
 def test_check_supported_names_all_settings_at_once() -> None:
     config = _changed(
-        enable_offload=True, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
+        memory_profiler={}, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
     )
 
     keys = [line.partition("=")[0] for line in unsupported(config)]
 
-    assert keys == ["enable_offload", "actor.use_lora", "rollout.backend"]
+    assert keys == ["memory_profiler", "actor.use_lora", "rollout.backend"]
+
+
+def test_check_supported_critic_and_roles_that_leave_pass() -> None:
+    config = _changed(
+        enable_offload=True,
+        actor={"offload": True},
+        critic={"optimizer": {}, "offload": True},
+        ref={"backend": "fsdp:d1", "path": "m", "offload": True},
+    )
+
+    assert unsupported(config) == []
+    assert config.critic is not None
+    assert (config.critic.is_critic, config.critic.backend, config.critic.path) == (True, "fsdp:d1", "m")
+
+
+def test_check_supported_value_head_only_where_the_role_has_one() -> None:
+    names: dict[str, Any] = {"experiment_name": "e", "trial_name": "t", "scheduler": SchedulerConfig(type="inline")}
+    actor = TrainEngineConfig(backend="fsdp:d1", path="m", is_critic=True)
+
+    assert unsupported(RWConfig(**names, actor=actor)) == []
+    assert [line.partition(":")[0] for line in unsupported(SFTConfig(**names, actor=actor))] == ["actor.is_critic=True"]
+
+
+def test_check_supported_supervised_run_has_no_phases_to_leave_in() -> None:
+    actor = TrainEngineConfig(backend="fsdp:d1", path="m", offload=True)
+    config = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        scheduler=SchedulerConfig(type="inline"),
+        actor=actor,
+        enable_offload=True,
+    )
+
+    assert [line.partition("=")[0] for line in unsupported(config)] == ["enable_offload", "actor.offload"]
 
 
 def test_check_supported_unused_sections_do_not_count() -> None:
@@ -176,3 +210,19 @@ def test_weight_modes_of_the_config_check_are_those_of_the_protocols() -> None:
     found = {backend: protocol_class(backend).capabilities.weight_modes for backend in WEIGHT_MODES}
     assert found == WEIGHT_MODES
     assert WEIGHT_MODES.keys() == PROTOCOLS.keys()
+
+
+def test_advice_loss_settings_of_a_dpo_reference_have_no_effect() -> None:
+    from areal.api.cli_args import DPOConfig, DPOEngineConfig, TrainDatasetConfig
+    from areal.api.config.advice import advise
+
+    names = {"experiment_name": "e", "trial_name": "t"}
+    actor = DPOEngineConfig(backend="fsdp:d1", path="m", beta=0.3)
+    data = TrainDatasetConfig(path="pairs", type="dpo")
+
+    def about_ref(**settings: float | str) -> list[str]:
+        config = DPOConfig(**names, actor=actor, ref=DPOEngineConfig(**settings), train_dataset=data)
+        return [message for message in advise(config) if message.startswith("ref.")]
+
+    assert about_ref() == about_ref(beta=0.3) == []
+    assert about_ref(beta=0.2) == ["ref.beta=0.2 has no effect: the loss reads actor.beta"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from areal.api import cli_args
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,11 +61,15 @@ def test_docs_yaml_block_loads(text, tmp_path):
             into[key] = merge(into.get(key) or {}, value) if isinstance(value, dict) else value
         return into
 
-    config = merge(yaml.safe_load(REQUIRED.format(root=tmp_path)), yaml.safe_load(text))
+    named = re.search(r"# of an? (\w+Config)\b", text)
+    cls = getattr(cli_args, named.group(1)) if named else GRPOConfig
+    required = yaml.safe_load(REQUIRED.format(root=tmp_path))
+    required = {key: value for key, value in required.items() if key in cls.__dataclass_fields__}
+    config = merge(required, yaml.safe_load(text))
     path = tmp_path / "docs.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
 
-    loaded, _ = load_expr_config(["--config", str(path)], GRPOConfig)
+    loaded, _ = load_expr_config(["--config", str(path)], cls)
 
     assert loaded.experiment_name == config["experiment_name"]
 

@@ -93,13 +93,24 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 def test_dry_run_lists_every_refusal(
     dry_run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl_config(tmp_path, model, "enable_offload=true", "actor.use_lora=true", "critic={}")
+    config = rl_config(tmp_path, model, "memory_profiler={}", "actor.use_lora=true", "critic={}")
     with pytest.raises(SystemExit) as stopped:
         PPOTrainer(config, train_dataset=rl_rows(config))
     printed = capsys.readouterr().out
     assert stopped.value.code == 2
-    assert [word in printed for word in ("refused: enable_offload", "actor.use_lora", "refused: critic")] == [True] * 3
+    for words in ("refused: memory_profiler", "refused: actor.use_lora", "refused: critic.optimizer=null"):
+        assert words in printed
     assert "the run can start" not in printed
+
+
+def test_dry_run_with_a_critic_shows_its_memory(
+    dry_run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl_config(tmp_path, model, "critic={optimizer: {lr: 1.0e-3}}")
+    with pytest.raises(SystemExit) as stopped:
+        PPOTrainer(config, train_dataset=rl_rows(config))
+    assert stopped.value.code == 0
+    assert "memory of critic: about" in capsys.readouterr().out
 
 
 def test_dry_run_without_the_model_still_shows_the_rest(
@@ -132,11 +143,11 @@ def test_dry_run_masks_secrets(dry_run: Any, model: str, tmp_path: Path, capsys:
 
 
 def test_unavailable_feature_raises_when_the_run_is_built_naming_all(tmp_path: Path) -> None:
-    config = rl_config(tmp_path, str(tmp_path / "none"), "actor.use_lora=true", "enable_offload=true")
+    config = rl_config(tmp_path, str(tmp_path / "none"), "actor.use_lora=true", "memory_profiler={}")
     with pytest.raises(ConfigError) as caught:
         PPOTrainer(config, train_dataset=[{}] * 32)
     assert "actor.use_lora" in str(caught.value)
-    assert "enable_offload" in str(caught.value)
+    assert "memory_profiler" in str(caught.value)
 
 
 def _must_not_be_called(*args: Any, **kwargs: Any) -> None:

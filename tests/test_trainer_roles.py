@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from areal.api.cli_args import OptimizerConfig, PPOActorConfig, TrainEngineConfig
+from areal.api.cli_args import DPOEngineConfig, OptimizerConfig, PPOActorConfig, PPOCriticConfig, TrainEngineConfig
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.trainer import roles
+from areal.trainer.dpo.learner import DPOLearner
 from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.ppo.critic import PPOCritic
+from areal.trainer.rw.learner import RWLearner
 from areal.trainer.sft.learner import LMLearner
 
 NAMES = {"experiment_name": "tests", "trial_name": "roles", "backend": "fsdp:d1", "dtype": "float32"}
@@ -45,6 +49,33 @@ def test_archon_roles_hold_an_archon_engine(name: str, role: type, tiny_model_di
     made.initialize(None, None)
     assert made.initialized
     made.destroy()
+
+
+def test_fsdp_dpo_and_reward_engines_keep_pairs_together(tiny_model_dir: str) -> None:
+    dpo = roles.FSDPDPOEngine(DPOEngineConfig(**NAMES, path=tiny_model_dir))
+    reward = roles.FSDPRWEngine(TrainEngineConfig(**NAMES, path=tiny_model_dir, is_critic=True))
+    assert isinstance(dpo.role, DPOLearner)
+    assert isinstance(reward.role, RWLearner)
+    assert callable(dpo.compute_logp)
+    assert [held.engine.config.mb_spec.granularity for held in (dpo, reward)] == [2, 2]
+
+
+@pytest.mark.parametrize("prefix", ["FSDP", "Archon"])
+def test_ppo_critic_of_every_backend_offers_role_and_engine_methods(tiny_model_dir: str, prefix: str) -> None:
+    backend = f"{prefix.lower()}:d1"
+    names = {**NAMES, "backend": backend}
+    config = PPOCriticConfig(**names, path=tiny_model_dir, is_critic=True, optimizer=OptimizerConfig(lr=1e-3))
+    critic = getattr(roles, f"{prefix}PPOCritic")(config)
+    critic.create_process_group()
+    critic.initialize(None, None)
+    ids = torch.arange(2, 8)[None]
+
+    (values,) = critic.compute_values([{"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}])
+
+    assert isinstance(critic.role, PPOCritic)
+    assert values.shape == (1, 6)
+    assert callable(critic.ppo_update)
+    critic.destroy()
 
 
 def test_unknown_role_is_an_attribute_error() -> None:

@@ -72,15 +72,16 @@ def tiny_policy(path: Path, seed: int = 0) -> str:
 
 def rl_config(root: Path, model: str, *overrides: str, base: str = RL_BASE) -> GRPOConfig:
     """The base config under ``root`` with ``key=value`` overrides."""
-    return _load(root, base, GRPOConfig, f"actor.path={model}", *overrides)
+    return load_config(root, base, GRPOConfig, f"actor.path={model}", *overrides)
 
 
 def sft_config(root: Path, model: str, *overrides: str) -> SFTConfig:
     """The base config of supervised runs under ``root`` with overrides."""
-    return _load(root, SFT_BASE, SFTConfig, f"actor.path={model}", *overrides)
+    return load_config(root, SFT_BASE, SFTConfig, f"actor.path={model}", *overrides)
 
 
-def _load(root: Path, base: str, cls: type, *overrides: str) -> Any:
+def load_config(root: Path, base: str, cls: type, *overrides: str) -> Any:
+    """A config of the YAML text ``base`` under ``root`` with overrides."""
     root.mkdir(parents=True, exist_ok=True)
     file = root / "config-in.yaml"
     file.write_text(base)

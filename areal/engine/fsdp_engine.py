@@ -25,6 +25,7 @@ from areal.engine.core.offload import Offloader
 from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
+from areal.engine.core.shared_prefix import check_tree_training
 from areal.engine.fsdp_utils.grad import shard_copies
 from areal.engine.fsdp_utils.hf_layout import HfLayout
 from areal.engine.fsdp_utils.loading import find_weights, load_streamed
@@ -106,6 +107,8 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
 
             parallel_strategy = ModelAllocation.from_str(self.config.backend).parallel
         check_strategy(parallel_strategy)
+        sizes = parallel_strategy.tensor_parallel_size, parallel_strategy.context_parallel_size
+        check_tree_training(self.config, tensor=sizes[0], sequence=sizes[1])
         self._strategy = parallel_strategy
         self._mesh = build_mesh(parallel_strategy, self._device)
         self.groups = groups_of(self._mesh)

@@ -21,17 +21,18 @@ from areal.engine.native.engine import NativeEngine
 from areal.infra.scheduler.inline import InlineScheduler
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.ppo.critic import PPOCritic
 from areal.trainer.roles import TRAIN_ENGINES
-from areal.trainer.sft.learner import LMLearner
 from areal.utils import logging
 from areal.utils.errors import EngineError, UnsupportedFeatureError
 from areal.utils.threads import process_threads, split_threads
 
 if TYPE_CHECKING:
-    from areal.api.cli_args import InferenceEngineConfig, PPOConfig, SFTConfig, TrainEngineConfig
+    from areal.api.cli_args import InferenceEngineConfig, PPOConfig, TrainEngineConfig
     from areal.api.engine_api import InferenceEngine, TrainEngine
     from areal.api.io_struct import FinetuneSpec
     from areal.api.trajectory import TrajectoryRef
+    from areal.trainer.learners import LearnerKind
     from areal.trainer.remote_builder import RemoteLearnerParts, RemoteRLParts
 
 logger = logging.getLogger("Builder")
@@ -54,10 +55,16 @@ class RLParts:
     ref: PPOActor | None
     rollout: RolloutParts
     weights: WeightUpdater
+    critic: PPOCritic | None = None
 
     def engines(self) -> dict[str, TrainEngine]:
-        """Engines whose state a recover point holds, by checkpoint name."""
-        return {"default": self.actor.engine}
+        """Engines that learn, whose state a recover point holds, by checkpoint name."""
+        engines = {"default": self.actor.engine}
+        return engines if self.critic is None else {**engines, "critic": self.critic.engine}
+
+    def share_targets(self, batch: Any) -> Any:
+        """Make what came with the advantages known to the critic; here every role has the same batch."""
+        return batch
 
     def claim(self, refs: Sequence[TrajectoryRef]) -> Any:
         """The step's batch. TensorLostError where a trajectory is gone, which cannot happen in one process."""
@@ -80,7 +87,8 @@ class LearnerParts:
     """The objects of one supervised run in this process."""
 
     engine: TrainEngine
-    learner: LMLearner
+    learner: Any
+    ref: Any = None
 
     def export_stats(self) -> dict[str, float]:
         """Statistics since the last call, reduced over all ranks."""
@@ -142,7 +150,7 @@ def build_rollout(
 
 
 def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts | RemoteRLParts:
-    """Actor, reference model (only with a KL term), rollout and the weight path between them.
+    """Actor, critic, reference model (only with a KL term), rollout and the weight path between them.
 
     Everything is hosted by ``scheduler``; if the building fails, the caller deletes the workers.
     """
@@ -155,20 +163,30 @@ def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer
     ref = None
     if config.ref is not None and config.actor.kl_ctl > 0:
         ref = PPOActor(config.ref, build_train_engine(scheduler, "ref", config.ref, ft_spec))
+    critic = None
+    if config.critic is not None:
+        critic = PPOCritic(config.critic, build_train_engine(scheduler, "critic", config.critic, ft_spec))
     rollout = build_rollout(scheduler, config, tokenizer, engine)
     publisher = InProcessPublisher(engine.named_full_tensors, rollout.sampler)
     followers: list[InferenceEngine | TrainEngine] = [rollout.train, rollout.eval, engine]
+    if critic is not None:
+        followers.append(critic.engine)
     weights = WeightUpdater(publisher, [rollout.sampler], followers)
     engine.connect_engine(rollout.train, WeightUpdateMeta(type="inproc"))
     engine.attach_weight_updater(weights)
-    return RLParts(actor, ref, rollout, weights)
+    return RLParts(actor, ref, rollout, weights, critic)
 
 
-def build_learner(scheduler: Any, config: SFTConfig, ft_spec: FinetuneSpec) -> LearnerParts | RemoteLearnerParts:
-    """The engine of a supervised run and its learner; hosted by ``scheduler``."""
+def build_learner(
+    scheduler: Any, config: Any, ft_spec: FinetuneSpec, kind: LearnerKind
+) -> LearnerParts | RemoteLearnerParts:
+    """The engine of a supervised run and its learner, and its reference model; hosted by ``scheduler``."""
     if not isinstance(scheduler, InlineScheduler):
         from areal.trainer.remote_builder import build_remote_learner
 
-        return build_remote_learner(scheduler, config, ft_spec)
+        return build_remote_learner(scheduler, config, ft_spec, kind)
     engine = build_train_engine(scheduler, "actor", config.actor, ft_spec)
-    return LearnerParts(engine, LMLearner(engine))
+    ref = None
+    if kind.has_reference(config):
+        ref = kind.make(config.ref, build_train_engine(scheduler, "ref", config.ref, ft_spec))
+    return LearnerParts(engine, kind.make(config.actor, engine), ref)

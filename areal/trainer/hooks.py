@@ -35,8 +35,9 @@ logger = logging.getLogger("RunHooks")
 # Numbers on the live console -> statistics they come from, the first that was recorded.
 SHOWN = {
     "reward": ("ppo_actor/task_reward/avg",),
-    "loss": ("sft/loss/avg",),
-    "eval": ("eval-rollout/reward", "sft-eval/loss/avg"),
+    "loss": ("sft/loss/avg", "dpo/loss/avg", "rw/loss/avg"),
+    "accuracy": ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg"),
+    "eval": ("eval-rollout/reward", "sft-eval/loss/avg", "dpo-eval/loss/avg", "rw-eval/loss/avg"),
     "staleness": ("rollout/staleness/avg",),
     "mismatch": ("ppo_actor/mismatch/abs_diff_mean",),
     "tokens_per_s": ("throughput/tokens_per_s",),

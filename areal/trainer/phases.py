@@ -13,10 +13,12 @@ from areal.utils.perf_tracer import Category
 _CATEGORIES = {
     "rollout": Category.SCHEDULER,
     "eval": Category.SCHEDULER,
+    "critic_values": Category.COMPUTE,
     "ref_logp": Category.COMPUTE,
     "recompute_logp": Category.COMPUTE,
     "compute_advantage": Category.COMPUTE,
     "train_step": Category.COMPUTE,
+    "critic_train_step": Category.COMPUTE,
     "update_weights": Category.COMM,
     "load_bcast": Category.COMM,
     "save": Category.IO,

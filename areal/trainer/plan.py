@@ -94,6 +94,8 @@ def build_plan(config: BaseExperimentConfig, loader: Any, gconfig: Any | None) -
     if config.total_train_steps is not None:
         total = min(total, config.total_train_steps)
     n_samples = gconfig.n_samples if gconfig is not None else 1
+    if config.train_dataset.type in ("rw", "dpo"):
+        n_samples = 2  # a row is a pair
     rows = loader.global_batch_size
     sequences = rows * n_samples
     tokens = sequences * min(gconfig.max_new_tokens, gconfig.max_tokens) if gconfig is not None else 0
@@ -108,9 +110,15 @@ def add_memory(plan: RunPlan, config: Any) -> RunPlan:
     n_parameters, model_config = count_parameters(config.actor.path)
     plan.memory_gib["actor"] = train_memory_gib(config.actor, n_parameters, world_size)
     ref = getattr(config, "ref", None)
-    if ref is not None and config.actor.kl_ctl > 0:
+    reference_free = getattr(config.actor, "reference_free", False)
+    if ref is not None and not reference_free and getattr(config.actor, "kl_ctl", 1) > 0:  # DPO has no KL term
         n_reference, _ = count_parameters(ref.path)
         plan.memory_gib["ref"] = train_memory_gib(ref, n_reference, world_size)
+    critic = getattr(config, "critic", None)
+    if critic is not None:
+        n_critic, _ = count_parameters(critic.path)
+        ranks = ModelAllocation.from_str(critic.backend).parallel.world_size
+        plan.memory_gib["critic"] = train_memory_gib(critic, n_critic, ranks)
     if hasattr(config, "native") and hasattr(config, "rollout") and config.rollout.backend.startswith("native"):
         plan.memory_gib["rollout"] = sampler_memory_gib(config, n_parameters, model_config)
     return plan

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation
 from areal.engine.core.remote_weights import RemotePublisher
+from areal.infra.controller.learner_controller import LearnerController
 from areal.infra.controller.rollout_controller import RolloutController
-from areal.infra.controller.train_controller import RoleSpec, ScoringController, TrainController
+from areal.infra.controller.train_controller import CriticController, RoleSpec, ScoringController, TrainController
 from areal.infra.rpc.errors import TensorLostError
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.resources import thread_env, worker_specs
@@ -29,14 +30,15 @@ from areal.trainer.rollout_layout import (
 from areal.utils import stats_tracker
 
 if TYPE_CHECKING:
-    from areal.api.cli_args import PPOConfig, SFTConfig, TrainEngineConfig
+    from areal.api.cli_args import PPOConfig, TrainEngineConfig
     from areal.api.io_struct import FinetuneSpec
     from areal.api.trajectory import TrajectoryRef
     from areal.infra.controller.train_controller import RemoteBatch
     from areal.infra.scheduler.base import BaseScheduler
+    from areal.trainer.learners import LearnerKind
 
 PPO_WORKER = "areal.trainer.role_worker.PPOActorWorker"
-LM_WORKER = "areal.trainer.role_worker.LMWorker"
+CRITIC_WORKER = "areal.trainer.role_worker.PPOCriticWorker"
 
 
 @dataclass
@@ -48,10 +50,20 @@ class RemoteRLParts:
     rollout: RolloutController
     weights: WeightUpdater
     publisher: RemotePublisher | None = None
+    critic: CriticController | None = None
 
     def engines(self) -> dict[str, Any]:
-        """Engines whose state a recover point holds, by checkpoint name."""
-        return {"default": self.actor.engine}
+        """Engines that learn, whose state a recover point holds, by checkpoint name."""
+        engines = {"default": self.actor.engine}
+        return engines if self.critic is None else {**engines, "critic": self.critic.engine}
+
+    def roles(self) -> list[TrainController]:
+        """Every role that computes on batches; the actor, which sees the results of the others, comes last."""
+        return [role for role in (self.ref, self.critic, self.actor) if role is not None]
+
+    def share_targets(self, batch: RemoteBatch) -> RemoteBatch:
+        """Make what came with the advantages known to the critic."""
+        return self.actor.share_targets(batch)
 
     def claim(self, refs: Sequence[TrajectoryRef]) -> RemoteBatch:
         """The step's batch, fetched by every role that computes on it.
@@ -60,7 +72,7 @@ class RemoteRLParts:
             TensorLostError: a rollout worker that holds a trajectory has died since.
         """
         batch = self.actor.pack([ref.data for ref in refs])
-        roles: list[TrainController] = [self.actor] if self.ref is None else [self.ref, self.actor]
+        roles = self.roles()
         try:
             for role in roles:
                 role.load(batch)
@@ -76,23 +88,24 @@ class RemoteRLParts:
 
     def export_stats(self) -> dict[str, float]:
         """Statistics of every role since the last call."""
-        return {**self.actor.engine.export_stats(), **self.rollout.export_stats()}
+        critic = {} if self.critic is None else self.critic.engine.export_stats()
+        return {**critic, **self.actor.engine.export_stats(), **self.rollout.export_stats()}
 
     def destroy(self) -> None:
         """Stop what runs in this process; the scheduler stops the workers. Safe to call twice."""
         if self.publisher is not None:
             self.publisher.close()  # a worker that returns may be waiting for the next update
         self.rollout.destroy()
-        self.actor.destroy()
-        if self.ref is not None:
-            self.ref.destroy()
+        for role in reversed(self.roles()):
+            role.destroy()
 
 
 @dataclass
 class RemoteLearnerParts:
     """The objects of one supervised run in worker processes."""
 
-    learner: TrainController
+    learner: LearnerController
+    ref: LearnerController | None = None
 
     @property
     def engine(self) -> Any:
@@ -106,6 +119,8 @@ class RemoteLearnerParts:
     def destroy(self) -> None:
         """Stop calling; the scheduler stops the workers. Safe to call twice."""
         self.learner.destroy()
+        if self.ref is not None:
+            self.ref.destroy()
 
 
 def role_spec(role: str, config: TrainEngineConfig, worker: str, env: dict[str, str]) -> RoleSpec:
@@ -125,7 +140,7 @@ def role_spec(role: str, config: TrainEngineConfig, worker: str, env: dict[str, 
 
 
 def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: FinetuneSpec) -> RemoteRLParts:
-    """Actor ranks, reference ranks (only with a KL term), rollout workers and the weight path between them.
+    """Ranks of actor, critic and reference (only with a KL term), rollout workers and the weight path between them.
 
     All processes are started first and come up together. If the building fails, the caller deletes the workers.
     """
@@ -136,14 +151,16 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
     ref = None
     if config.ref is not None and config.actor.kl_ctl > 0:
         ref = ScoringController(scheduler, role_spec("ref", config.ref, PPO_WORKER, env["train"]))
+    critic = None
+    if config.critic is not None:
+        critic = CriticController(scheduler, role_spec("critic", config.critic, CRITIC_WORKER, env["train"]))
     rollout = build_rollout_controller(scheduler, config, layout, env["rollout"])
-    parts = RemoteRLParts(actor, ref, rollout, None)  # type: ignore[arg-type]  # set below
+    parts = RemoteRLParts(actor, ref, rollout, None, critic=critic)  # type: ignore[arg-type]  # set below
     try:
         starts: list[Callable[[], None]] = [rollout.initialize]
         hosts: dict[tuple[str, ...], list[TrainController]] = {}
-        for role in (actor, ref):
-            if role is not None:
-                hosts.setdefault(tuple(role.ranks.worker_ids), []).append(role)
+        for role in (actor, *parts.roles()[:-1]):
+            hosts.setdefault(tuple(role.ranks.worker_ids), []).append(role)
         starts += [partial(_start_in_turn, roles, ft_spec) for roles in hosts.values()]
         with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as threads:  # they come up together
             for future in [threads.submit(start) for start in starts]:
@@ -162,16 +179,23 @@ def _start_in_turn(roles: Sequence[TrainController], ft_spec: FinetuneSpec) -> N
         role.initialize(ft_spec)
 
 
-def build_remote_learner(scheduler: BaseScheduler, config: SFTConfig, ft_spec: FinetuneSpec) -> RemoteLearnerParts:
-    """The ranks of a supervised run."""
+def build_remote_learner(
+    scheduler: BaseScheduler, config: Any, ft_spec: FinetuneSpec, kind: LearnerKind
+) -> RemoteLearnerParts:
+    """The ranks of a supervised run, and those of its reference model."""
     env = thread_env(config, 0)
-    learner = TrainController(scheduler, role_spec("actor", config.actor, LM_WORKER, env["train"]))
+    parts = RemoteLearnerParts(
+        LearnerController(scheduler, role_spec("actor", config.actor, kind.worker, env["train"]))
+    )
     try:
-        learner.initialize(ft_spec)
+        parts.learner.initialize(ft_spec)
+        if kind.has_reference(config):
+            parts.ref = LearnerController(scheduler, role_spec("ref", config.ref, kind.worker, env["train"]))
+            parts.ref.initialize(ft_spec)
     except BaseException:
-        learner.destroy()
+        parts.destroy()
         raise
-    return RemoteLearnerParts(learner)
+    return parts
 
 
 def _weight_updater(
@@ -187,5 +211,5 @@ def _weight_updater(
         transfer_while_paused=layout.served,
         settings=transfer_settings(config, layout, scheduler.get_workers("actor")[0].ip),
     )
-    followers: list[Any] = [parts.rollout.train, parts.rollout.eval, parts.actor.engine]
+    followers: list[Any] = [parts.rollout.train, parts.rollout.eval, *parts.engines().values()]
     return WeightUpdater(parts.publisher, [parts.rollout], followers)

@@ -16,6 +16,7 @@ from areal.trainer.builder import build_rl
 from areal.trainer.diagnostics import start_diagnostics
 from areal.trainer.follower import follow
 from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
+from areal.trainer.turns import Turns
 from areal.trainer.weight_probe import build_weight_probe
 from areal.utils import logging, stats_tracker
 from areal.utils.errors import ConfigError
@@ -62,7 +63,11 @@ class PPOTrainer(ClosingRun):
         with self.closing_on_error():
             diagnostics = start_diagnostics(self.hooks, self.scheduler)
             self.parts = build_rl(self.scheduler, config, setup.ft_spec, self.tokenizer)
-            self.actor, self.ref, self.weights = self.parts.actor, self.parts.ref, self.parts.weights
+            self.actor, self.critic, self.ref = self.parts.actor, self.parts.critic, self.parts.ref
+            self.weights = self.parts.weights
+            roles = {"actor": self.actor, "critic": self.critic, "ref": self.ref}
+            engines = {name: role.engine for name, role in roles.items() if role is not None}
+            self.turns = Turns(config, engines, self.phase)
             self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
             for rollout in (self.rollout, self.eval_rollout):
                 diagnostics.watch(rollout.executor)
@@ -70,6 +75,7 @@ class PPOTrainer(ClosingRun):
             self.rollout.executor.set_total_rows(self.plan.total_rows(self.loader))
             self.probe = build_weight_probe(config, self.parts, self.tokenizer)
             self.start_step = self._recover()
+            self.turns.send_all()
 
     def _recover(self) -> int:
         """Resume from the newest complete recover point, if there is one and ``recover.mode`` asks for it."""
@@ -146,7 +152,8 @@ class PPOTrainer(ClosingRun):
                 f"step {step.global_step}: {len(refs)} groups were accepted, too few to train on, so the weights stay "
                 "as they are"
             )
-        self.actor.engine.step_lr_scheduler()
+        for engine in self.parts.engines().values():
+            engine.step_lr_scheduler()
         if config.rollout.synchronous:
             self.rollout.pause()  # a synchronous step's statistics hold its own episodes only; see _finish_step
         with self.phase("update_weights"):
@@ -173,7 +180,7 @@ class PPOTrainer(ClosingRun):
                 group_size=self.config.gconfig.n_samples,
                 dynamic_bs=self.config.dynamic_bs,
             )
-            if len(refs) < self.actor.least_rows:
+            if len(refs) < max(role.least_rows for role in (self.actor, self.critic) if role is not None):
                 return refs, None
             try:
                 return refs, self.parts.claim(refs)
@@ -182,17 +189,30 @@ class PPOTrainer(ClosingRun):
                 logger.warning(f"{lost} rows of this step are generated again, their worker is gone: {exc}")
 
     def _learn(self, batch: Any) -> None:
-        """Score a step's groups and update the policy on them."""
+        """Score a step's groups, update the policy and the critic on them."""
+        if self.critic is not None:
+            self.turns.bring("critic")
+            with self.phase("critic_values"):
+                batch = self.critic.annotate(batch, "values")
         if self.ref is not None:
+            self.turns.bring("ref")
             with self.phase("ref_logp"):
                 batch = self.ref.annotate(batch, "ref_logp")
+            self.turns.send("ref")
+        self.turns.bring("actor")
         if self.actor.should_compute_prox_logp():
             with self.phase("recompute_logp"):
                 batch = self.actor.annotate(batch, "prox_logp")
         with self.phase("compute_advantage"):
             batch = self.actor.compute_advantages(batch)
+            if self.critic is not None:
+                batch = self.parts.share_targets(batch)
         with self.phase("train_step"):
             self.actor.ppo_update(batch)
+        if self.critic is not None:
+            with self.phase("critic_train_step"):
+                self.critic.ppo_update(batch)
+            self.turns.send("critic")
 
     def _finish_step(self, step: StepInfo, refs: list[TrajectoryRef], evaluation: tuple[Any, Any]) -> None:
         """Save, recover point, evaluation, statistics."""
@@ -211,6 +231,7 @@ class PPOTrainer(ClosingRun):
             self.hooks.dump_recover(
                 engines, step, self.loader, extra=lambda: {"rollout": self.rollout.executor.state_dict()}
             )
+        self.turns.send("actor")
 
     def _evaluate(self, workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> None:
         """Run every validation row once under ``eval_gconfig``; statistics go to ``eval-rollout``. Leaves training

@@ -2,7 +2,7 @@
 
 Hosted as ``actor/<rank>`` beside ``actor/<rank>.engine``; called by ``areal.infra.controller.train_controller``. A
 share is fetched from the workers that made it and packed once; log-probs, advantages and updates then work on the
-packed batch. One class per kind of role.
+packed batch. One class per kind of role; those of supervised learners are in ``learner_workers``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from areal.api.remote import remote
 from areal.engine.core.weight_sender import WeightSender
 from areal.infra.controller.tables import TableHandle, load_tables, store_table
 from areal.infra.rpc.rtensor import RTensor, local_store
-from areal.utils.batch import PackedBatch
+from areal.utils.batch import PackedBatch, split_like
 from areal.utils.errors import EngineError
 from areal.utils.ranks import is_first_rank
 
@@ -136,14 +136,19 @@ class RoleWorker(WeightDuties):
         self.weights.close()
 
 
-class PPOActorWorker(RoleWorker):
-    """A policy on one rank."""
+class BatchWorker(RoleWorker):
+    """A role of the PPO family on one rank: it keeps the rank's share of each batch.
 
-    def __init__(self, config: Any, engine: TrainEngine) -> None:
-        from areal.trainer.ppo.actor import PPOActor
+    Args:
+        config: section of the role.
+        engine: this rank's engine.
+        role: packs and annotates batches.
+        score: its results for a list of tables, one ``[n, S]`` each.
+    """
 
+    def __init__(self, config: Any, engine: TrainEngine, role: Any, score: Callable[..., Any]) -> None:
         super().__init__(config, engine)
-        self.actor = PPOActor(config, engine)
+        self._role, self._score = role, score
         self._batches: dict[int, PackedBatch] = {}
         self._tables: dict[int, list[dict[str, Any]]] = {}
 
@@ -156,7 +161,7 @@ class PPOActorWorker(RoleWorker):
         """
         tables = load_tables(share)
         self._tables[number] = tables
-        self._batches[number] = self.actor.pack(tables)
+        self._batches[number] = self._role.pack(tables)
 
     @remote(idempotent=True)
     def extend(self, number: int, share: Share) -> None:
@@ -165,29 +170,18 @@ class PPOActorWorker(RoleWorker):
         tables = self._tables[number]
         for table, columns in zip(tables, load_tables(share), strict=True):
             table.update(columns)
-        self._batches[number] = self.actor.pack(tables)
+        self._batches[number] = self._role.pack(tables)
 
     @remote
     def annotate(self, number: int, key: str) -> None:
-        """Log-probs under the current weights as token field ``key``."""
-        self._batches[number] = self.actor.annotate(self._batch(number), key)
+        """Log-probs (values) under the current weights as token field ``key``."""
+        self._batches[number] = self._role.annotate(self._batch(number), key)
 
     @remote
     def score(self, number: int, key: str) -> list[RTensor]:
-        """Log-probs under the current weights as a stored column ``key`` per table, in the order of the share."""
+        """Log-probs (values) under the current weights as a stored column ``key`` per table, in the share's order."""
         self._batch(number)
-        found = self.actor.compute_logp(self._tables[number])
-        return [store_table({key: column}) for column in found]
-
-    @remote
-    def compute_advantages(self, number: int) -> None:
-        """Shape rewards and compute advantages."""
-        self._batches[number] = self.actor.compute_advantages(self._batch(number))
-
-    @remote
-    def ppo_update(self, number: int) -> None:
-        """One optimizer step per mini-batch."""
-        self.actor.ppo_update(self._batch(number))
+        return [store_table({key: column}) for column in self._score(self._tables[number])]
 
     @remote(idempotent=True)
     def drop(self, number: int) -> None:
@@ -197,13 +191,40 @@ class PPOActorWorker(RoleWorker):
 
     @remote(concurrent=True, idempotent=True)
     def free(self, shard_ids: list[str]) -> None:
-        """Drop columns that :meth:`score` stored."""
+        """Drop columns that this rank stored for other roles."""
         local_store().free(shard_ids)
 
     def _batch(self, number: int) -> PackedBatch:
         if number not in self._batches:
             raise EngineError(f"batch {number} is not loaded on this rank")
         return self._batches[number]
+
+
+class PPOActorWorker(BatchWorker):
+    """A policy on one rank."""
+
+    def __init__(self, config: Any, engine: TrainEngine) -> None:
+        from areal.trainer.ppo.actor import PPOActor
+
+        self.actor = PPOActor(config, engine)
+        super().__init__(config, engine, self.actor, self.actor.compute_logp)
+
+    @remote
+    def compute_advantages(self, number: int) -> None:
+        """Shape rewards and compute advantages."""
+        self._batches[number] = self.actor.compute_advantages(self._batch(number))
+
+    @remote
+    def targets(self, number: int) -> list[RTensor]:
+        """What a value model learns from, as stored columns per table: ``returns`` and ``aligned_mask``."""
+        batch, tables = self._batch(number), self._tables[number]
+        returns, masks = (split_like(batch.tokens[key], batch.lens, tables) for key in ("returns", "loss_mask"))
+        return [store_table({"returns": r, "aligned_mask": m}) for r, m in zip(returns, masks, strict=True)]
+
+    @remote
+    def ppo_update(self, number: int) -> None:
+        """One optimizer step per mini-batch."""
+        self.actor.ppo_update(self._batch(number))
 
     @remote
     def probe_logprobs(self, sequences: list[list[int]], prompt_len: int) -> list[list[float]]:
@@ -213,29 +234,17 @@ class PPOActorWorker(RoleWorker):
         return score_tokens(self.actor, sequences, prompt_len)
 
 
-class LMWorker(RoleWorker):
-    """Supervised learning on one rank."""
+class PPOCriticWorker(BatchWorker):
+    """A value model on one rank."""
 
     def __init__(self, config: Any, engine: TrainEngine) -> None:
-        from areal.trainer.sft.learner import LMLearner
+        from areal.trainer.ppo.critic import PPOCritic
 
-        super().__init__(config, engine)
-        self.learner = LMLearner(engine)
-
-    @remote
-    def train_lm(self, share: Share) -> None:
-        """One optimizer step on this rank's rows."""
-        self.learner.train_lm(_rows(share))
+        self.critic = PPOCritic(config, engine)
+        super().__init__(config, engine, self.critic, self.critic.compute_values)
 
     @remote
-    def evaluate_lm(self, share: Share) -> None:
-        """Evaluate this rank's rows; statistics go to ``sft-eval``."""
-        self.learner.evaluate_lm(_rows(share))
-
-
-def _rows(share: Share) -> list[dict[str, Any]]:
-    """Rows of a rank; a rank without any gets one token without loss, as it must join the collectives of the step."""
-    import torch
-
-    none = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "loss_mask": torch.zeros(1, 1, dtype=torch.int64)}
-    return load_tables(share) or [{**none, "attention_mask": torch.ones(1, 1, dtype=torch.bool)}]
+    def ppo_update(self, number: int) -> None:
+        """One optimizer step per mini-batch on a batch that was extended by :meth:`PPOActorWorker.targets`."""
+        batch = self._batch(number)
+        self.critic.ppo_update(batch.with_tokens(loss_mask=batch.tokens["aligned_mask"]))

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from areal.trainer.dpo.learner import DPOLearner
 from areal.trainer.ppo.actor import PPOActor
+from areal.trainer.ppo.critic import PPOCritic
+from areal.trainer.rw.learner import RWLearner
 from areal.trainer.sft.learner import LMLearner
 from areal.utils.registry import Registry
 
@@ -22,7 +25,10 @@ TRAIN_ENGINES: Registry[Any] = Registry(
 
 _ROLES: dict[str, Callable[[Any, Any], Any]] = {
     "PPOActor": PPOActor,
+    "PPOCritic": PPOCritic,
     "LMEngine": lambda config, engine: LMLearner(engine),
+    "DPOEngine": DPOLearner,
+    "RWEngine": lambda config, engine: RWLearner(engine),
 }
 _PREFIXES = {"FSDP": "fsdp", "Archon": "archon"}
 

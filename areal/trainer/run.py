@@ -104,11 +104,12 @@ def prepare_run(
 
 
 def _capture_beside_run(config: Any) -> None:
-    """Failing steps of the actor are kept with the run's logs unless the config names another place."""
-    capture = config.actor.failure_capture
-    if capture.directory is None:
-        logs = get_log_path(config.cluster.fileroot, config.experiment_name, config.trial_name)
-        capture.directory = str(logs / "failures")
+    """Failing steps of models that learn are kept with the run's logs unless the config names another place."""
+    logs = get_log_path(config.cluster.fileroot, config.experiment_name, config.trial_name)
+    for role, name in (("actor", "failures"), ("critic", "failures_critic")):
+        section = getattr(config, role, None)
+        if section is not None and section.failure_capture.directory is None:
+            section.failure_capture.directory = str(logs / name)
 
 
 def build_scheduler(config: Any) -> Any:

@@ -21,6 +21,7 @@ from tests.components import ray_cluster, slurm
 from tests.components.services import require_module
 from tests.controller.runs import TableTrainer, record_tables
 from tests.fakes import save_tiny_model
+from tests.pair_runs import DPO_BASE, dpo_config, planted_pairs, run_pairs
 from tests.scheduler_engines import wait_gone
 from tests.servers.conftest import server_python
 from tests.trainer_runs import RL_BASE, SFT_BASE, VOCAB_SIZE, rl_config, run_sft, sft_config, stats_of, tiny_policy
@@ -173,6 +174,18 @@ def test_local_launcher_supervised_ranks_equal_inline(policy: str, tmp_path: Pat
     assert run.process.returncode == 0, output
     assert [step["sft/loss/avg"] for step in run.stats("sft")] == pytest.approx(expected, abs=1e-4)
     assert "[actor/1] script finished, follower=True" in output
+
+
+def test_local_launcher_preference_ranks_host_the_reference_and_equal_inline(policy: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    expected = run_pairs(dpo_config(tmp_path / "inline", policy), planted_pairs(8))
+    overrides = ("actor.backend=fsdp:d2", "kind=dpo")
+    run = Launched(launcher("local"), tmp_path / "run", policy, *overrides, base=DPO_BASE)
+    output = run.finish()
+    assert run.process.returncode == 0, output
+    for key in ("dpo/loss/avg", "dpo/reward_margin/avg"):
+        found = [step[key] for step in run.stats("dpo")]
+        assert found == pytest.approx([step[key] for step in expected], abs=1e-4), key
 
 
 def test_local_launcher_failing_script_ends_with_its_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A user's script: a tiny policy on arithmetic rows, by reinforcement or (``kind=sft``) from labels.
+"""A user's script: a tiny policy on arithmetic rows, by reinforcement, from labels (``kind=sft``) or pairs (``dpo``).
 
 ``tables=FILE`` among the arguments leaves there what an RL run trained on, as ``(step, row, columns)``.
 """
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from areal import PPOTrainer, SFTTrainer
-from areal.api.cli_args import GRPOConfig, SFTConfig, load_expr_config
+from areal import DPOTrainer, PPOTrainer, SFTTrainer
+from areal.api.cli_args import DPOConfig, GRPOConfig, SFTConfig, load_expr_config
 from tests.controller.runs import TableTrainer
+from tests.pair_runs import planted_pairs
 from tests.trainer_runs import WORKFLOW, rl_rows, sft_rows, workflow_kwargs
 
 
@@ -25,6 +26,10 @@ def main(args: list[str]) -> None:
     if own.get("kind") == "sft":
         sft, _ = load_expr_config(args, SFTConfig)
         with SFTTrainer(sft, train_dataset=sft_rows(sft)) as trainer:
+            trainer.train()
+    elif own.get("kind") == "dpo":
+        dpo, _ = load_expr_config(args, DPOConfig)
+        with DPOTrainer(dpo, train_dataset=planted_pairs(8)) as trainer:
             trainer.train()
     else:
         config, _ = load_expr_config(args, GRPOConfig)

@@ -33,7 +33,7 @@ _UNREAD_ROOT = ("total_train_n_seqs",)
 
 def advise(config: Any) -> list[str]:
     """Return what the user should know about ``config``; empty when there is nothing to say."""
-    parts = (_sampling, _distribution, _normalisation, _decoupled, _staleness)
+    parts = (_sampling, _distribution, _normalisation, _decoupled, _preference, _turns, _staleness)
     return [*_unread(config, ""), *(message for part in parts for message in part(config))]
 
 
@@ -133,6 +133,25 @@ def _decoupled(config: Any) -> Iterator[str]:
         yield f"actor.rejection_sampling.agg={sampling.agg!r} has no effect at level=token"
     if actor.use_decoupled_loss and sampling is None:
         yield "actor.use_decoupled_loss=true without actor.rejection_sampling: stale tokens are not filtered"
+
+
+def _preference(config: Any) -> Iterator[str]:
+    """Settings of a DPO reference's own loss: the reference is only scored."""
+    actor, ref = getattr(config, "actor", None), getattr(config, "ref", None)
+    if not is_section(ref) or not hasattr(ref, "loss_type"):
+        return
+    for spec in dataclasses.fields(ref):
+        if spec.name in ("beta", "loss_type", "label_smoothing", "reference_free"):
+            value = getattr(ref, spec.name)
+            if value not in (field_default(spec), getattr(actor, spec.name)):
+                yield f"ref.{spec.name}={value!r} has no effect: the loss reads actor.{spec.name}"
+
+
+def _turns(config: Any) -> Iterator[str]:
+    roles = [getattr(config, name, None) for name in ("actor", "ref", "critic", "teacher")]
+    asked = getattr(config, "enable_offload", False) and hasattr(config, "rollout")
+    if asked and not any(getattr(role, "offload", False) for role in roles):
+        yield "enable_offload=true has no effect: no role sets offload=true"
 
 
 def _staleness(config: Any) -> Iterator[str]:

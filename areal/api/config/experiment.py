@@ -102,11 +102,13 @@ class PPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = section(InferenceEngineConfig, "Inference backend and rollout control.")
     actor: PPOActorConfig = section(PPOActorConfig, "The policy that is trained.")
     ref: PPOActorConfig | None = section(None, "Reference policy for the KL penalty; null = none.")
-    critic: PPOCriticConfig | None = section(None, "Value model; null = none.")
+    critic: PPOCriticConfig | None = section(None, "Value model (is_critic is always true); null = none.")
     teacher: TeacherConfig | None = section(None, "Distillation teacher; null = none.")
     dynamic_bs: bool = opt(False, "Batches end after batch_size attempts, accepted or not.")
 
     def __post_init__(self) -> None:
+        if self.critic is not None:
+            self.critic.is_critic = True
         if self.eval_gconfig is None:
             self.eval_gconfig = self.gconfig.new()
         super().__post_init__()

@@ -15,11 +15,12 @@ from typing import Any
 
 from areal.api.config.advice import field_default
 from areal.api.config.convert import to_plain
+from areal.api.config.experiment import RWConfig
 from areal.api.config.fields import is_section, plain
 from areal.utils.errors import UnsupportedFeatureError
 
-_TRAIN_ROLES = ("actor", "ref")
-"""Roles that exist; a given critic or teacher is refused as a whole."""
+_TRAIN_ROLES = ("actor", "ref", "critic")
+"""Roles that exist; a given teacher is refused as a whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +51,7 @@ def _is_given(value: Any) -> bool:
 
 
 ROOT = (
-    Missing("enable_offload", "trainers do not take turns with offload() and onload(); set it to false", _is_true),
     Missing("memory_profiler", "device memory snapshots are not available; set it to null", _is_given),
-    Missing("critic", "value models are not available; set it to null (GRPO needs none)", _is_given),
     Missing("teacher", "distillation is not available; set it to null", _is_given),
     Missing("rollout.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
     Missing("actor.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
@@ -62,24 +61,17 @@ SINGLE_CONTROLLER = (
 )
 TRAIN = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
-    Missing("offload", "trainers do not call engine.offload() between phases; set it to false", _is_true),
     Missing("use_lora", "LoRA is not available; set it to false", _is_true),
-    Missing("enable_tree_training", "prefix-tree training is not available; set it to false", _is_true),
     Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
     Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
-    Missing("is_critic", "value heads are not available; set it to false", _is_true),
 )
 FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; set it to false", _is_true),)
 ARCHON = (
-    Missing("archon.attn_type", "tree training is not available; use varlen or sdpa", lambda v: v == "tree"),
     Missing("archon.fp8_config.mode", "fp8 matmuls are not available; set it to disabled", lambda v: v != "disabled"),
 )
 BACKEND_SETTINGS = {"fsdp": FSDP, "archon": ARCHON}
 """Train backends that exist, and what each of them lacks."""
-PPO = (
-    Missing("use_sapo_loss", "SAPO is not available; set it to false", _is_true),
-    Missing("m2_threshold", "M2PO is not available; set it to null", _is_given),
-)
+LANGUAGE = (Missing("is_critic", "this role is a language model; set it to false", _is_true),)
 ROLLOUT = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
     Missing("use_lora", "LoRA is not available; set it to false", _is_true),
@@ -117,13 +109,15 @@ def check_supported(config: Any, *, spmd: bool = False) -> None:
 
 def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
     """Return one line per setting that cannot be honoured; empty when the run can be built."""
-    problems = [*_find(config, "", ROOT if spmd else (*SINGLE_CONTROLLER, *ROOT))]
+    problems = [*_find(config, "", ROOT if spmd else (*SINGLE_CONTROLLER, *ROOT)), *_turns(config), *_critic(config)]
     for role in _TRAIN_ROLES:
         engine = getattr(config, role, None)
         if role == "ref" and getattr(config.actor, "kl_ctl", 1) == 0:
             continue  # not built, hence not used
         if is_section(engine):
             problems.extend(_train_engine(engine, role))
+            if role != "critic" and not isinstance(config, RWConfig):
+                problems.extend(_find(engine, role, LANGUAGE))
     rollout = getattr(config, "rollout", None)
     if is_section(rollout):
         problems.extend(_rollout(config, rollout))
@@ -138,9 +132,35 @@ def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
 
 def _train_engine(engine: Any, role: str) -> Iterator[str]:
     yield from _backend(engine.backend, role, tuple(BACKEND_SETTINGS))
-    yield from _find(engine, role, (*TRAIN, *BACKEND_SETTINGS.get(_kind(engine.backend), ()), *PPO))
+    yield from _find(engine, role, (*TRAIN, *BACKEND_SETTINGS.get(_kind(engine.backend), ())))
     if not engine.path:
         yield f"{role}.path='': a model directory or hub id is needed"
+
+
+def _turns(config: Any) -> Iterator[str]:
+    """What is asked of models that leave the device while others work."""
+    leaving = _TRAIN_ROLES if is_section(getattr(config, "rollout", None)) else ()
+    if config.enable_offload and not leaving:
+        yield "enable_offload=true: models take turns in RL runs only; set it to false"
+    for role in _TRAIN_ROLES:
+        if not getattr(getattr(config, role, None), "offload", False):
+            continue
+        if role not in leaving:
+            yield f"{role}.offload=true: models take turns in RL runs only; set it to false"
+        elif not config.enable_offload:
+            yield f"{role}.offload=true: models leave the device only with enable_offload=true"
+
+
+def _critic(config: Any) -> Iterator[str]:
+    critic = getattr(config, "critic", None)
+    if critic is None:
+        return
+    if critic.optimizer is None:
+        yield "critic.optimizer=null: a critic is trained; give it an optimizer"
+    if critic.mask_no_eos_with_zero and not config.actor.mask_no_eos_with_zero:
+        yield (
+            "critic.mask_no_eos_with_zero=true: returns are made by the actor; set actor.mask_no_eos_with_zero=true too"
+        )
 
 
 def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:

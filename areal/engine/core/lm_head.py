@@ -36,6 +36,11 @@ class TokenOutput:
     vocab_min_logits: Tensor
     vocab_max_logits: Tensor
 
+    def select(self, index: Tensor) -> TokenOutput:
+        """The results of other positions, ``[N]``, for each of which ``index`` names the one that has them."""
+        columns = (self.logprobs, self.entropy, self.vocab_min_logits, self.vocab_max_logits)
+        return TokenOutput(*(column.index_select(0, index) for column in columns))
+
     def gather(self, group: dist.ProcessGroup, n_tokens: int) -> TokenOutput:
         """Join the slices of the ranks of ``group`` and drop the padding behind ``n_tokens``; one collective."""
         columns = [self.logprobs, self.entropy, self.vocab_min_logits, self.vocab_max_logits]

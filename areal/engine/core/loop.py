@@ -1,6 +1,7 @@
 """The engine loop, once for every backend: split, pack, forward/backward, scale, clip, step; log-probs; evaluation.
 
-In: trajectories and loss callbacks. Out: step results, losses, log-probs. Called by the engine facades.
+In: trajectories and loss callbacks. Out: step results, losses, log-probs or, of a value model (``is_critic``), values.
+Called by the engine facades.
 
 Loss scaling: with W the loss weight summed over micro-batches and data-parallel ranks, a micro-batch of weight w
 back-propagates ``loss * w / W * dp``; ``dp`` cancels the gradient average over ranks. So the result does not depend on
@@ -21,6 +22,7 @@ from areal.engine.core.failure_capture import StepWatcher, TrainCall
 from areal.engine.core.inputs import EngineBatch, ModelInput, Trajectories, as_model_input, own_slice, prepare_batch
 from areal.engine.core.lm_head import TokenOutput, token_output
 from areal.engine.core.runner import ForwardBackwardRunner, LmOutput
+from areal.engine.core.shared_prefix import distinct_predictions, tree_token_ratio
 from areal.utils import logging
 from areal.utils.errors import EngineError
 
@@ -74,6 +76,8 @@ class TrainLoop:
         batch = self._prepare(input_)
         weights, total = self._loss_weights(batch, weight_fn)
         counts = {"num_micro_batches": float(len(batch.inputs))}
+        if self.config.enable_tree_training:
+            counts["tree_token_ratio"] = tree_token_ratio(batch.inputs)
         if total <= 0:
             logger.warning("no token of this batch has loss weight; step skipped, weights unchanged")
             return {"update_successful": 0.0, "grad_norm": 0.0, "lr": optimizer.schedule.lr, **counts}
@@ -112,12 +116,15 @@ class TrainLoop:
         return all_reduce_sum(loss_sum, self.groups.loss) / max(total, torch.finfo(torch.float32).tiny)
 
     def forward_batch(self, input_: Trajectories, aggregate: Callable[..., Any] | None = None) -> Any:
-        """Log-probs of the next token at every position, 0 at the last one, in the form of the input."""
+        """In the form of the input: log-probs of the next token at every position, 0 at the last one; of a value model
+        the value of every position, float32.
+        """
         batch = self._prepare(input_)
         found: dict[int, Tensor] = {}
 
         def keep(output: LmOutput, model_input: ModelInput) -> None:
-            found[id(model_input)] = self.tokens(output, model_input, None).logprobs
+            critic = self.config.is_critic
+            found[id(model_input)] = output.values if critic else self.tokens(output, model_input, None).logprobs
 
         self.runner.run(batch.inputs, keep, forward_only=True)
         parts = [found.get(id(item)) for item in batch.inputs]
@@ -129,11 +136,16 @@ class TrainLoop:
         process: Callable[[Tensor, dict[str, Any]], Tensor | None],
         forward_only: bool,
     ) -> None:
-        """Call ``process(logits [T, V], packed_input)`` on each micro-batch; backward through its loss."""
+        """Call ``process(logits [T, V], packed_input)`` on each micro-batch; backward through its loss.
+
+        A value model gives ``values [T]`` instead of logits.
+        """
         inputs = [as_model_input(item, self.device, self.groups) for item in micro_batches]
-        self.runner.run(
-            inputs, lambda output, item: process(output.logits, item.batch.as_loss_input()), forward_only=forward_only
-        )
+
+        def call(output: LmOutput, item: ModelInput) -> Tensor | None:
+            return process(output.values if self.config.is_critic else output.logits, item.batch.as_loss_input())
+
+        self.runner.run(inputs, call, forward_only=forward_only)
 
     def tokens(self, output: LmOutput, model_input: ModelInput, token_mask: str | None) -> TokenOutput:
         """Log-probs and entropy of one micro-batch, computed where ``token_mask`` is non-zero (None: everywhere)."""
@@ -142,7 +154,12 @@ class TrainLoop:
         labels, temperature = model_input.next_tokens(), self.config.temperature
         sequence, tensor = self.groups.sequence, self.groups.tensor
         if sequence is None:
-            return token_output(output.hidden, output.head, labels, rows, temperature, output.source, tensor)
+            source = output.source
+            if source is None:
+                return token_output(output.hidden, output.head, labels, rows, temperature, None, tensor)
+            rows, index = distinct_predictions(source, rows)
+            tokens = token_output(output.hidden, output.head, labels, rows, temperature, source, tensor)
+            return tokens.select(index)
         width = output.hidden.shape[0]
         labels, rows = own_slice(labels, rows, width, sequence)
         tokens = token_output(output.hidden, output.head, labels, rows, temperature, None, tensor)
@@ -150,7 +167,8 @@ class TrainLoop:
 
     def _prepare(self, input_: Trajectories) -> EngineBatch:
         config = self.config
-        return prepare_batch(input_, config.mb_spec, self.groups, self.device, pad_to_maximum=config.pad_to_maximum)
+        settings = {"pad_to_maximum": config.pad_to_maximum, "trees": config.enable_tree_training}
+        return prepare_batch(input_, config.mb_spec, self.groups, self.device, **settings)
 
     def _from_last_stage(self, inputs: list[ModelInput], parts: list[Tensor | None]) -> list[Tensor]:
         """``[T]`` of every micro-batch, which one pipeline stage has, on all of them."""
@@ -182,21 +200,29 @@ class _TokenLoss:
 
     def __init__(self, loop: TrainLoop, loss_fn: TokenLossFn, token_mask: str | None) -> None:
         self.loop, self.loss_fn, self.token_mask = loop, loss_fn, token_mask
-        self.wants_range = _accepts_vocab_range(loss_fn)
+        self.wants_range = not loop.config.is_critic and _accepts_vocab_range(loss_fn)
 
     def __call__(self, output: LmOutput, model_input: ModelInput, weight: float) -> Tensor:
-        tokens = self.loop.tokens(output, model_input, self.token_mask)
+        results, extra = self._results(output, model_input)
+        nothing = results[0].sum() * 0
         if model_input.filler:
-            return tokens.logprobs.sum() * 0
-        extra = {}
-        if self.wants_range:
-            extra = {"vocab_min_logits": tokens.vocab_min_logits, "vocab_max_logits": tokens.vocab_max_logits}
+            return nothing
         if weight == 0:
             # Its statistics still count, so that every rank reports the same keys; its loss may be 0/0 and is dropped.
             with torch.no_grad():
-                self.loss_fn(tokens.logprobs, tokens.entropy, model_input.batch.as_loss_input(), **extra)
-            return tokens.logprobs.sum() * 0
-        return self.loss_fn(tokens.logprobs, tokens.entropy, model_input.batch.as_loss_input(), **extra)
+                self.loss_fn(*results, model_input.batch.as_loss_input(), **extra)
+            return nothing
+        return self.loss_fn(*results, model_input.batch.as_loss_input(), **extra)
+
+    def _results(self, output: LmOutput, model_input: ModelInput) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What the model says of every token, as the loss function takes it: by position and by keyword."""
+        if self.loop.config.is_critic:
+            return (output.values,), {}
+        tokens = self.loop.tokens(output, model_input, self.token_mask)
+        extra = {}
+        if self.wants_range:
+            extra = {"vocab_min_logits": tokens.vocab_min_logits, "vocab_max_logits": tokens.vocab_max_logits}
+        return (tokens.logprobs, tokens.entropy), extra
 
 
 def _accepts_vocab_range(loss_fn: TokenLossFn) -> bool:

@@ -1,7 +1,7 @@
 """Builds the Hugging Face causal LM of an engine and gives core one way to run it.
 
-In: a ``TrainEngineConfig`` and a device. Out: ``CausalLm``: the model, its hidden states, its head. Called by every
-backend that trains Hugging Face models.
+In: a ``TrainEngineConfig`` and a device. Out: ``CausalLm``: the model, its hidden states, its head; a value head where
+the config says ``is_critic``. Called by every backend that trains Hugging Face models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from areal.engine.core.distributed import gather_rows, group_rank, group_size
 from areal.engine.core.empty_model import empty_causal_lm
 from areal.engine.core.model_layout import NamedParameters
 from areal.engine.core.parallel_dims import ParallelGroups
-from areal.engine.core.shared_prefix import find_shared_prefixes
+from areal.engine.core.shared_prefix import share_automatically, tree_attention
+from areal.engine.core.value_head import VALUE_HEAD, fill_value_head, give_value_head, has_value_head, value_weight
 from areal.models.transformers.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from areal.utils import logging
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from areal.api.cli_args import TrainEngineConfig
     from areal.engine.core.inputs import ModelInput
+    from areal.models.tree import TreeAttention
 
 logger = logging.getLogger("TrainModel")
 
@@ -41,39 +43,43 @@ _logged_attention: set[tuple[str, str]] = set()
 
 
 class CausalLm:
-    """A causal LM as core sees it: packed row in, hidden states out, plus the weight of its head."""
+    """A causal LM, or its body with a value head, as core sees it: packed row in, hidden states out, and the weight of
+    its head.
+    """
 
     def __init__(self, module: PreTrainedModel) -> None:
         """Args: ``module`` is trained in place; sharding it afterwards is fine, then ``groups`` says over whom."""
         self.module = module
         self.groups = ParallelGroups()
-        self._has_dropout = float(getattr(module.config, "attention_dropout", 0.0) or 0.0) > 0 or any(
+        self.has_dropout = float(getattr(module.config, "attention_dropout", 0.0) or 0.0) > 0 or any(
             isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()
         )
-        _check_head(module)
         # A bound method of the module, so that FSDP can run its hooks around it.
         module.lm_hidden_states = types.MethodType(_hidden_states, module)
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the output head, ``[V, H]`` or this rank's rows; under FSDP valid from forward to backward."""
-        weight: Tensor = self.module.get_output_embeddings().weight
+        """Weight of the output head, ``[V, H]`` or this rank's rows, or of the value head, ``[1, H]``; under FSDP valid
+        from forward to backward.
+        """
+        if has_value_head(self.module):
+            weight: Tensor = value_weight(self.module)
+        else:
+            weight = self.module.get_output_embeddings().weight
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
     def hidden_states(self, model_input: ModelInput) -> tuple[Tensor, Tensor | None]:
         """Last hidden states of a micro-batch, and where each real token finds its own.
 
-        Returns: ``[T, H]`` of the real tokens and None; or ``[U, H]`` of the distinct ones and the ``[T]`` rows in it,
-            where sequences share prompts (see ``shared_prefix``). Under sequence parallelism this rank's slice of the
-            padded row, ``[T_padded / c, H]``, and None.
+        Returns: ``[T, H]`` of the real tokens and None; or those of a tree's rows and the ``[T]`` rows in it, where
+            sequences share prefixes (see ``shared_prefix``). Under sequence parallelism this rank's slice of the padded
+            row, ``[T_padded / c, H]``, and None.
         """
-        padded = model_input.padded
+        if self._may_share():
+            model_input = share_automatically(model_input)
+        padded, attention = model_input.padded, tree_attention(model_input)
         tokens = {key: self._own_slice(padded.tokens[key]) for key in ("input_ids", "position_ids")}
-        sharing = find_shared_prefixes(model_input.batch) if self._may_share(model_input) else None
-        extra: dict[str, Any] = {}
-        if sharing is not None:
-            tokens = {key: sharing.compress(value) for key, value in tokens.items()}
-            extra["prefix_sharing"] = sharing
+        extra: dict[str, Any] = {} if attention is None else {"tree_attention": attention}
         if self.groups.sequence is not None:
             extra["sequence_group"] = self.groups.sequence
         hidden = self.module.lm_hidden_states(
@@ -86,21 +92,31 @@ class CausalLm:
             max_length_k=padded.max_seqlen,
             **extra,
         ).flatten(0, -2)
-        if sharing is not None:
-            return hidden, sharing.source
+        if attention is not None:
+            self._check_layers(attention)
+            return hidden, attention.tree.source
         return (hidden if self.groups.sequence is not None else hidden[: model_input.batch.n_tokens]), None
 
     def _own_slice(self, tokens: Tensor) -> Tensor:
         group = self.groups.sequence
         return tokens if group is None else tokens.chunk(group_size(group))[group_rank(group)]
 
-    def _may_share(self, model_input: ModelInput) -> bool:
-        """Whether equal prefixes give equal states: our attention, which knows both layouts, and no dropout."""
-        if self.groups.model is not None:
+    def _may_share(self) -> bool:
+        """Whether prefixes are shared unasked: where our attention runs as it is, on a CPU, and there is no dropout."""
+        if self.groups.model is not None or self.module.device.type != "cpu":
             return False
-        if self.module.config._attn_implementation != VARLEN_ATTENTION or model_input.padded is not model_input.batch:
+        if self.module.config._attn_implementation != VARLEN_ATTENTION or not _every_layer_attends(self.module):
             return False
-        return not (self.module.training and self._has_dropout)
+        return not (self.module.training and self.has_dropout)
+
+    def _check_layers(self, attention: TreeAttention) -> None:
+        """Layers that mix tokens in another way would take the tree for one sequence."""
+        layers = self.module.config.get_text_config().num_hidden_layers
+        if attention.calls < layers:
+            raise UnsupportedFeatureError(
+                f"{type(self.module).__name__}: {layers - attention.calls} of {layers} layers did not use the tree's "
+                "attention; set enable_tree_training=false and attn_impl=sdpa"
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable and frozen parameters, tied ones once, in model order."""
@@ -112,30 +128,64 @@ def build_causal_lm(
 ) -> CausalLm:
     """Load (or initialise) the model of ``config`` with parameters of ``dtype`` on ``device``.
 
-    With ``empty`` the parameters are on the meta device, for the backend to shard and fill.
+    With ``empty`` the parameters are on the meta device, for the backend to shard and fill. A critic gets a fresh value
+    head here; one that the path holds is read by ``hf_load``, from safetensors files.
 
     Raises:
-        ConfigError: the path is empty or is no causal LM, or the attention cannot run on the device.
+        ConfigError: the path is empty or is no causal LM, or the attention cannot run on the device; a saved critic is
+            in files of another format.
         UnsupportedFeatureError: the setting belongs to a feature that is not available.
     """
     refuse_later_features(config)
     compute_dtype = getattr(torch, config.dtype)
-    attention = resolve_attention(config.attn_impl, device, compute_dtype, training=config.optimizer is not None)
+    if config.enable_tree_training:
+        attention = register_varlen_attention()  # it leaves a micro-batch with a tree to the tree's own
+        if not is_default(config.attn_impl):
+            logger.info(f"attn_impl={config.attn_impl} is not used: enable_tree_training brings its own attention")
+    else:
+        attention = resolve_attention(config.attn_impl, device, compute_dtype, training=config.optimizer is not None)
     if not config.path:
         raise ConfigError("path is empty; set it to a Hugging Face model directory or hub id")
+    module = _make_module(config, attention, dtype, device, empty=empty)
+    module = module if empty else module.to(device)
+    if config.disable_dropout:
+        _disable_dropout(module)
+    if config.gradient_checkpointing:
+        _enable_checkpointing(module)
+    lm = CausalLm(module)
+    if config.enable_tree_training and not _every_layer_attends(module):
+        raise UnsupportedFeatureError(
+            f"{type(module).__name__}: enable_tree_training=true needs layers that mix tokens by attention only; set "
+            "it to false"
+        )
+    if config.enable_tree_training and lm.has_dropout and not config.disable_dropout:
+        raise ConfigError("disable_dropout=false: enable_tree_training=true needs a model without dropout; set it")
+    return lm
+
+
+def _make_module(
+    config: TrainEngineConfig, attention: str, dtype: torch.dtype, device: torch.device, *, empty: bool
+) -> PreTrainedModel:
+    """The model with the head that it is trained with; see :func:`build_causal_lm`."""
     if empty:
         module = empty_causal_lm(config.path, attention, dtype, device)
     elif config.init_from_scratch:
         hf_config = AutoConfig.from_pretrained(config.path)
         module = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=dtype)
     else:
-        module = AutoModelForCausalLM.from_pretrained(config.path, attn_implementation=attention, dtype=dtype)
-    module = module if empty else module.to(device)
-    if config.disable_dropout:
-        _disable_dropout(module)
-    if config.gradient_checkpointing:
-        _enable_checkpointing(module)
-    return CausalLm(module)
+        module, report = AutoModelForCausalLM.from_pretrained(
+            config.path, attn_implementation=attention, dtype=dtype, output_loading_info=True
+        )
+        if config.is_critic and VALUE_HEAD in report["unexpected_keys"]:
+            raise ConfigError(
+                f"{config.path}: {VALUE_HEAD} is read from safetensors files only; convert the checkpoint"
+            )
+    _check_head(module, dropped=config.is_critic)
+    if config.is_critic:
+        give_value_head(module)
+        if not empty:
+            fill_value_head(value_weight(module), module.config.get_text_config().initializer_range)
+    return module
 
 
 def resolve_attention(wanted: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> str:
@@ -169,8 +219,9 @@ def cast_parameters(module: NamedParameters, dtype: torch.dtype) -> None:
 
 def _hidden_states(self: PreTrainedModel, *, tensor_group: dist.ProcessGroup | None, **inputs: Any) -> Tensor:
     hidden: Tensor = self.base_model(**inputs, attention_mask=None, use_cache=False).last_hidden_state
-    # Between the layers each tensor-parallel rank has a share of the tokens; the head needs them all.
-    return hidden if tensor_group is None else gather_rows(hidden[0], tensor_group)
+    # Between the layers each tensor-parallel rank has a share of the tokens; the head needs them all. With a share of
+    # the vocabulary each rank has a part of their gradients; with the whole value head each has all of them.
+    return hidden if tensor_group is None else gather_rows(hidden[0], tensor_group, mean_gradient=has_value_head(self))
 
 
 def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> str | None:
@@ -191,11 +242,8 @@ def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training:
 
 def refuse_later_features(config: TrainEngineConfig) -> None:
     refused = {
-        "is_critic": "critics and value heads",
         "use_lora": "LoRA",
-        "enable_tree_training": "tree training",
         "use_kernels": "hub kernels",
-        "offload": "offloading by itself (call offload() and onload())",
     }
     for name, feature in refused.items():
         if getattr(config, name):
@@ -206,8 +254,17 @@ def refuse_later_features(config: TrainEngineConfig) -> None:
         )
 
 
-def _check_head(module: PreTrainedModel) -> None:
+def _every_layer_attends(module: PreTrainedModel) -> bool:
+    """Whether layers take their attention from transformers' registry, and none mixes tokens in another way."""
+    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ()
+    return module._supports_attention_backend and set(kinds) <= {"full_attention", "sliding_attention"}
+
+
+def _check_head(module: PreTrainedModel, *, dropped: bool) -> None:
+    """Refuse heads whose logits are not what core computes; of one that a value head replaces only its size matters."""
     head = module.get_output_embeddings()
+    if dropped and isinstance(head, nn.Linear):
+        return
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise UnsupportedFeatureError(
             f"{type(module).__name__}: models need an output head that is linear without bias"

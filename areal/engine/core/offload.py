@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from areal.api.remote import remote
 from areal.engine.core.distributed import barrier
 from areal.engine.core.memory import memory_of
 from areal.utils import logging
@@ -125,6 +126,7 @@ class ResidencyFacade:
         """Whether the engine's tensors are out of its device's memory."""
         return self._offloader is not None and self._offloader.offloaded
 
+    @remote
     def offload(self) -> None:
         """Free the device memory of weights, masters and optimizer state; gradients are dropped. Every rank calls.
 
@@ -139,6 +141,7 @@ class ResidencyFacade:
         self._offloader.offload()
         barrier(self.groups.cpu)
 
+    @remote
     def onload(self) -> None:
         """Bring back what :meth:`offload` took out; does nothing when it is there. Every rank calls."""
         if self.is_offload:

@@ -16,6 +16,7 @@ from torch import Tensor
 from areal.engine.core.distributed import gather_rows
 from areal.engine.core.inputs import ModelInput
 from areal.engine.core.parallel_dims import ParallelGroups
+from areal.engine.core.value_head import token_values
 
 if TYPE_CHECKING:
     from areal.engine.core.model import CausalLm
@@ -28,7 +29,8 @@ class LmOutput:
     Attributes:
         hidden: last hidden states of the real tokens, ``[T, H]``; of the distinct ones where prompts are shared; of
             this rank's slice of the padded row under sequence parallelism.
-        head: weight of the output head, ``[V, H]``; this rank's vocabulary shard under tensor parallelism.
+        head: weight of the output head, ``[V, H]``; this rank's vocabulary shard under tensor parallelism. Of a value
+            model ``[1, H]``, whole on every rank.
         source: int64 ``[T]``, row of ``hidden`` of each real token; None when they are one to one.
         groups: who holds the other slices and shards.
         n_tokens: real tokens T.
@@ -52,6 +54,16 @@ class LmOutput:
             # Every rank goes on with equal logits, so their gradients are equal too: average what backward sums.
             logits = gather_rows(logits.t().contiguous(), self.groups.tensor, mean_gradient=True).t()
         return gather_rows(logits, self.groups.sequence)[: self.n_tokens]
+
+    @property
+    def values(self) -> Tensor:
+        """Value of every real token, float32 ``[T]``, of a value model; made on every access.
+
+        Every rank of the model group must ask for them.
+        """
+        values = token_values(self.hidden, self.head)
+        values = values if self.source is None else values.index_select(0, self.source)
+        return gather_rows(values, self.groups.sequence)[: self.n_tokens]
 
 
 ProcessOutput = Callable[[LmOutput, ModelInput], Tensor | None]

@@ -19,11 +19,20 @@ from areal.engine.core.hf_load import check_model_type
 from areal.engine.core.hf_names import CheckpointNames
 from areal.engine.core.model_layout import TensorSource, persistent_buffers
 from areal.engine.core.tensor_parts import Index
+from areal.engine.core.value_head import (
+    VALUE_HEAD,
+    classifier_config,
+    dropped_head,
+    fill_value_head,
+    has_value_head,
+    value_weight,
+)
 from areal.engine.fsdp_utils.model_names import ModelNames
 from areal.utils.errors import CheckpointError
 
 __all__ = ["HfLayout"]
 
+_HEAD_BIAS = "score.bias"  # token classifiers have one
 _NEVER_LOADED = r"rotary_emb\.inv_freq$"  # buffers of old checkpoints that models compute now
 
 
@@ -38,6 +47,9 @@ class HfLayout:
         # Buffers that the model computes and that its checkpoints lack.
         ignored = list(model._keys_to_ignore_on_load_missing or ())
         self.optional = {name for name, _ in persistent_buffers(model) if any(re.search(p, name) for p in ignored)}
+        self.is_critic = has_value_head(model)
+        if self.is_critic:
+            self.optional.add(VALUE_HEAD)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """See ``ModelLayout``; the names are transformers'."""
@@ -48,8 +60,11 @@ class HfLayout:
         return persistent_buffers(self.model)
 
     def materialize(self, device: torch.device) -> None:
-        """See ``ModelLayout``."""
+        """See ``ModelLayout``; an empty value head gets its fresh values."""
+        fresh = self.is_critic and value_weight(self.model).is_meta
         materialize(self.model, device)
+        if fresh:
+            fill_value_head(value_weight(self.model), self.model.config.get_text_config().initializer_range)
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """See ``ModelLayout``."""
@@ -63,11 +78,15 @@ class HfLayout:
         self.check(path, directory.model_type)
         names = ModelNames(directory, self.model)
         names.unexpected = self.without_ignored(names.unexpected)
+        if self.is_critic and _HEAD_BIAS in names.unexpected:
+            raise CheckpointError(f"{path}: its value head has a bias ({_HEAD_BIAS}); critics have {VALUE_HEAD} alone")
         return names
 
     def configs(self) -> tuple[Any, Any]:
         """See ``ModelLayout``."""
         config = copy.deepcopy(self.model.config)
+        if self.is_critic:
+            return classifier_config(config), None
         config.architectures = [self._class_name]
         return config, copy.deepcopy(self.model.generation_config) if self.model.can_generate() else None
 
@@ -80,6 +99,8 @@ class HfLayout:
         """Those of ``names`` that should not be in a checkpoint of this model."""
         ignored = [*(self.model._keys_to_ignore_on_load_unexpected or ()), _NEVER_LOADED]
         ignored += [re.escape(name) + "$" for name in self._tied_names()]
+        if self.is_critic:
+            ignored.append(f"^{re.escape(dropped_head(self.model))}\\.")
         return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
     @cached_property

@@ -1,7 +1,8 @@
 """Tensor parallelism of Hugging Face causal LMs as DTensors: one plan for each family that is known to fit it.
 
 In: a model and the ``tp`` mesh. Out: the same model; projections hold a share of their columns or rows, the embedding
-and the head a share of the vocabulary, and between the layers (norms included) each rank holds a share of the tokens.
+and the head a share of the vocabulary (a value head is whole on every rank), and between the layers (norms included)
+each rank holds a share of the tokens.
 Called by ``fsdp_utils/parallel.py`` before FSDP shards what is left.
 
 A layer's input is gathered once for attention and once for the MLP, whose results are reduced and scattered again; the
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from areal.engine.core.value_head import has_value_head
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -85,14 +87,15 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Distribute ``model`` over ``mesh`` in place; works on meta tensors and sends nothing."""
     check_tensor_parallel(model.config, mesh.size())
     base, tied = model.base_model, model.config.tie_word_embeddings
-    head = model.get_output_embeddings()
     parallelize_module(base, mesh, _plan(base, FAMILIES[model.config.model_type]), src_data_rank=None)
     # FSDP hooks onto what a unit returns and wants it to be no view of another tensor.
     base.embed_tokens.register_forward_hook(lambda module, inputs, output: output.clone())
-    if tied:
-        head.weight = model.get_input_embeddings().weight
+    if has_value_head(model):
+        _distribute(model.score, "weight", mesh, Replicate())
+    elif tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     else:
-        _distribute(head, "weight", mesh, Shard(0))
+        _distribute(model.get_output_embeddings(), "weight", mesh, Shard(0))
     missing = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     assert not missing, f"tensor-parallel plan of {model.config.model_type} forgets {missing[:3]}"
 

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from areal.engine.core.checkpoint import check_names
 from areal.engine.core.empty_model import materialize
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.hf_load import check_model_type, weights_directory
 from areal.engine.core.model_layout import named_tensors, persistent_buffers
-from areal.engine.core.tensor_parts import Index, local_part, own_index
+from areal.engine.core.tensor_parts import Index
+from areal.engine.core.value_head import VALUE_HEAD, classifier_config, classifier_name, fill_value_head
 from areal.experimental.models.archon.base import ArchonModel
 from areal.experimental.models.archon.model_spec import get_model_spec
 from areal.experimental.models.archon.moe.state_dict import is_expert_key, join_experts
@@ -37,7 +35,6 @@ from areal.utils.errors import CheckpointError
 
 __all__ = ["ArchonLayout"]
 
-VALUE_HEAD = "score.weight"  # the same name in checkpoints, where it is the head of a sequence classifier
 _BASE_PREFIX = "model."  # checkpoints of a base model, without its head, lack it
 _NEVER_LOADED = "rotary_emb.inv_freq"  # buffers of old checkpoints that models compute now
 
@@ -87,9 +84,7 @@ class ArchonLayout:
             part.init_buffers(device)
         for name, parameter in self.named_parameters():
             if name == VALUE_HEAD and name in empty:
-                head = torch.empty(parameter.shape)
-                head.normal_(std=self.args.init_std, generator=torch.Generator().manual_seed(0))
-                local_part(parameter).copy_(head[own_index(parameter)])
+                fill_value_head(parameter, self.args.init_std)
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """See ``ModelLayout``; empty for the head of a tied model."""
@@ -117,9 +112,9 @@ class ArchonLayout:
     def configs(self) -> tuple[Any, Any]:
         """See ``ModelLayout``. A critic is exported as a sequence classifier with one label."""
         config = copy.deepcopy(self.config)
-        config.architectures = [self._class_name]
         if self.args.is_critic:
-            config.num_labels, config.tie_word_embeddings = 1, False
+            return classifier_config(config), None
+        config.architectures = [self._class_name]
         return config, copy.deepcopy(self._generation_config)
 
     @cached_property
@@ -139,9 +134,9 @@ class ArchonLayout:
 
     @property
     def _class_name(self) -> str:
-        critic = self.args.is_critic
-        names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if critic else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        name: str = names[self.model_type]
+        if self.args.is_critic:
+            return classifier_name(self.model_type)
+        name: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
         return name
 
 

@@ -72,6 +72,8 @@ def prepare_training_config(
     except FieldError as exc:
         raise exc.under("archon") from None
     every = _every(archon)
+    if archon.attn_type == "tree" and not config.enable_tree_training:
+        logger.warning("archon.attn_type=tree means varlen without enable_tree_training=true, which brings its own")
     refuse_later_features(config)
     _refuse_unavailable(archon, device, dims)
     _check_compile(archon, dims)
@@ -111,10 +113,6 @@ def _every(archon: ArchonEngineConfig) -> int | None:
 
 
 def _refuse_unavailable(archon: ArchonEngineConfig, device: torch.device, dims: ArchonParallelDims) -> None:
-    if archon.attn_type == "tree":
-        raise UnsupportedFeatureError(
-            "archon.attn_type=tree: tree training is not available in this version; use varlen or sdpa"
-        )
     if archon.fp8_config.enabled:
         why = "fp8 training is not available in this version"
         if device.type != "cuda":

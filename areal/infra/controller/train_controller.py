@@ -189,6 +189,14 @@ class RemoteTrainEngine:
         self._ranks.call("load", meta, part=".engine")
         self._version = int(self._ranks.call("get_version", part=".engine")[0])
 
+    def offload(self) -> None:
+        """Free the device memory of the model on every rank; the next computation brings it back."""
+        self._ranks.call("offload", part=".engine")
+
+    def onload(self) -> None:
+        """Bring back what :meth:`offload` took out."""
+        self._ranks.call("onload", part=".engine")
+
     def step_lr_scheduler(self) -> None:
         """Advance the learning rate by one global step."""
         self._ranks.call("lr_scheduler_step", part=".engine")
@@ -238,7 +246,7 @@ class TrainController:
 
     def pack(self, tables: Sequence[Table]) -> RemoteBatch:
         """The step's trajectories as one batch; nothing is moved yet."""
-        lengths = tuple(_tokens(table) for table in tables)
+        lengths = tuple(table_tokens(table) for table in tables)
         return RemoteBatch(next(self._numbers), tuple(tables), lengths)
 
     def load(self, batch: RemoteBatch) -> None:
@@ -285,23 +293,17 @@ class TrainController:
         self.ranks.call("compute_advantages", batch.number)
         return batch
 
+    def share_targets(self, batch: RemoteBatch) -> RemoteBatch:
+        """Returns and aligned mask, which came with the advantages, as columns of each table for the value model."""
+        self._add_columns(batch, self.ranks.call("targets", batch.number))
+        self._loaded[batch.number] = _columns(batch)  # the ranks have them
+        return batch
+
     def ppo_update(self, batch: RemoteBatch) -> None:
         """One optimizer step per mini-batch; the ranks then forget the batch."""
         self.load(batch)
         self.ranks.call("ppo_update", batch.number)
         self.drop(batch)
-
-    def train_lm(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One supervised optimizer step on rows of this process."""
-        self._deal_rows("train_lm", rows)
-
-    def evaluate_lm(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Evaluate rows of this process."""
-        self._deal_rows("evaluate_lm", rows)
-
-    def _deal_rows(self, method: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        parts = balanced_partition([_tokens(row) for row in rows], self._data_size)
-        self._deal(method, [dict(row) for row in rows], parts)
 
     def drop(self, batch: RemoteBatch, *, even_if_not_loaded: bool = False) -> None:
         """Have the ranks forget a batch; ``even_if_not_loaded``: also one that only some of them have."""
@@ -313,15 +315,9 @@ class TrainController:
         """Stop calling; the scheduler stops the workers."""
         self.ranks.close()
 
-
-class ScoringController(TrainController):
-    """A role that only scores trajectories for another one, such as the reference model."""
-
-    def annotate(self, batch: RemoteBatch, key: str) -> RemoteBatch:
-        """Log-probs under this role's weights as column ``key`` of each table; the other role fetches them."""
-        self.load(batch)
+    def _add_columns(self, batch: RemoteBatch, results: list[Any]) -> None:
+        """Add what every rank stored for the tables of its share."""
         parts = self._dealt[batch.number]
-        results = self.ranks.call("score", batch.number, key)
         for rank, data_rank in enumerate(self._data_ranks):
             if self._data_ranks.index(data_rank) != rank:  # it shares its rows with a rank whose columns are used
                 self.ranks.in_background(rank, "free", [shard.shard_id for shard in results[rank]])
@@ -336,11 +332,37 @@ class ScoringController(TrainController):
                 if not isinstance(table, RemoteTable):
                     raise DataError("a role in worker processes can only score trajectories of rollout workers")
                 table.add_columns(shard, release)
+
+
+class ScoringController(TrainController):
+    """A role that only scores trajectories for another one, such as the reference model."""
+
+    def annotate(self, batch: RemoteBatch, key: str) -> RemoteBatch:
+        """Log-probs under this role's weights as column ``key`` of each table; the other role fetches them."""
+        self._score(batch, key)
         self.drop(batch)
         return batch
 
+    def _score(self, batch: RemoteBatch, key: str) -> None:
+        self.load(batch)
+        self._add_columns(batch, self.ranks.call("score", batch.number, key))
 
-def _tokens(table: Table) -> int:
+
+class CriticController(ScoringController):
+    """A value model: it scores trajectories for the policy, and learns from what the policy's ranks made of that."""
+
+    def annotate(self, batch: RemoteBatch, key: str) -> RemoteBatch:
+        """Values as column ``key`` of each table; the ranks keep the batch for :meth:`ppo_update`."""
+        self._score(batch, key)
+        return batch
+
+
+def table_tokens(table: Table) -> int:
+    """Real tokens of all sequences of a table.
+
+    Raises:
+        EngineError: it has no ``attention_mask``.
+    """
     if isinstance(table, RemoteTable):
         return table.tokens
     mask = table.get("attention_mask")

@@ -11,7 +11,7 @@ tokens when it has no embedding, and returns hidden states when it has no head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal.experimental.models.archon.attention import AttentionType, PackedAttention
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from areal.models.tree import TreeAttention
 
 # Frequencies that depend on the length of the batch: training and generation would not agree on them.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -254,13 +257,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.inner = PackedAttention(args.attn_type)
 
-    def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, tree: TreeAttention | None = None
+    ) -> Tensor:
         """``[1, L, dim]`` to ``[1, L, dim]``; see ``ArchonModel.forward`` for the rest."""
         # -1 heads: tensor parallelism leaves each rank a share of them.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = self.inner(apply_rope(q, rope), apply_rope(k, rope), v, cu_seqlens, max_seqlen)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        trees = {} if tree is None else {"tree_attn_meta": tree}
+        out = self.inner(q, k, v, cu_seqlens, max_seqlen, **trees)
         return cast(Tensor, self.wo(out.flatten(-2)))
 
 
@@ -280,9 +287,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(args.dim, args.hidden_dim) if moe is None else None
         self.moe = moe
 
-    def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor, cu_seqlens: Tensor, max_seqlen: int, tree: TreeAttention | None = None
+    ) -> Tensor:
         """``[1, L, dim]`` to ``[1, L, dim]``; see ``ArchonModel.forward`` for the rest."""
-        x = x + self.attention(self.attention_norm(x), rope, cu_seqlens, max_seqlen)
+        x = x + self.attention(self.attention_norm(x), rope, cu_seqlens, max_seqlen, tree=tree)
         feed_forward = self.moe if self.feed_forward is None else self.feed_forward
         assert feed_forward is not None
         return x + cast(Tensor, feed_forward(self.ffn_norm(x)))
@@ -293,7 +302,7 @@ class ArchonModel(nn.Module):
 
     Attributes:
         moe_class: set by families with experts; it is built from the ``ModelArgs``.
-        head_outside: set by an engine that computes log-probs from hidden states and ``head_weight``, chunk by chunk:
+        head_outside: set by an engine that computes log-probs or values from hidden states and ``head_weight``:
             :meth:`forward` then ends with the final norm.
     """
 
@@ -312,7 +321,14 @@ class ArchonModel(nn.Module):
         self.register_buffer("rope_cache", rope_cache(args.rope, args.max_seq_len), persistent=False)
         self.tie_weights()
 
-    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int | Tensor,
+        tree_attn_meta: TreeAttention | None = None,
+    ) -> Tensor:
         """Logits, values or, without a head, hidden states of one packed row.
 
         Args:
@@ -320,14 +336,16 @@ class ArchonModel(nn.Module):
             positions: int64 ``[1, L]``, counted from 0 in each sequence.
             cu_seqlens: int32 ``[K + 1]`` or ``[1, K + 1]``, from 0 to L; a repeated value is an empty sequence.
             max_seqlen: tokens of the longest sequence; a tensor ``[1]`` on a GPU costs a host sync.
+            tree_attn_meta: the row is this tree of sequences; its bounds say nothing.
 
         Returns: ``[1, L, vocab_size]``, ``[1, L, 1]`` of a critic or ``[1, L, dim]``, in the model's dtype.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         bounds, longest = cu_seqlens.flatten(), int(max_seqlen)
         rope = self._rope_rows(positions, longest).to(x.dtype)
+        trees = () if tree_attn_meta is None else (tree_attn_meta,)
         for layer in self.layers.values():
-            x = layer(x, rope, bounds, longest)
+            x = layer(x, rope, bounds, longest, *trees)
         for head in (self.norm,) if self.head_outside else (self.norm, self.output, self.score):
             if head is not None:
                 x = head(x)
@@ -335,9 +353,12 @@ class ArchonModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the language head, ``[V, dim]`` or this rank's rows; under FSDP valid from forward to backward."""
-        assert self.output is not None
-        weight = self.output.weight
+        """Weight of the language head, ``[V, dim]`` or this rank's rows, or of the value head, ``[1, dim]``; under FSDP
+        valid from forward to backward.
+        """
+        head = self.score if self.output is None else self.output
+        assert head is not None
+        weight = head.weight
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""Tensor parallelism: projections hold a share of their columns or rows, the vocabulary is shared out too.
+"""Tensor parallelism: projections hold a share of their columns or rows, the vocabulary is shared out too; a value head
+is whole on every rank.
 
 In: a model, or the part of a pipeline stage, on the meta device. Out: the same modules with DTensor parameters. Called
 by ``parallelize.py`` before expert parallelism and FSDP, which take what is left.
@@ -59,6 +60,8 @@ def apply_tensor_parallel(model: ArchonModel, mesh: DeviceMesh) -> None:
             unit_end.register_forward_hook(lambda module, inputs, output: output.clone())
     if model.output is not None:
         distribute_parameter(model.output, "weight", mesh, Shard(0))
+    if model.score is not None:
+        distribute_parameter(model.score, "weight", mesh, Replicate())
     model.tie_weights()
 
 

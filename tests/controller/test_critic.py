@@ -1,0 +1,98 @@
+"""A critic in worker processes of its own, or in those of the actor; the same numbers as inline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.controller.runs import worker_config
+from tests.trainer_runs import checkpoints, rl_config, run_rl, stats_of, tiny_policy, weights
+
+SPEC = "[{cpu: 1, mem: 1, env_vars: {OMP_NUM_THREADS: '1'}}]"
+ONE_THREAD = (f"critic.scheduling_spec={SPEC}", f"ref.scheduling_spec={SPEC}")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Hugging Face directory of the initial policy."""
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def _common(policy: str) -> tuple[str, ...]:
+    return (
+        "critic={optimizer: {lr: 1.0e-2, weight_decay: 0.0, warmup_steps_proportion: 0.0}}",
+        "critic.ppo_n_minibatches=1",
+        "actor.kl_ctl=0.1",
+        f"ref.path={policy}",
+        "actor.recompute_logprob=true",
+        "actor.gae_lambda=0.9",
+        "saver.freq_steps=3",
+    )
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Any:
+    """The same run in one process."""
+    torch.set_num_threads(1)
+    config = rl_config(tmp_path_factory.mktemp("inline"), policy, "native.num_threads=1", *_common(policy))
+    run_rl(config)
+    return config
+
+
+def _assert_same_run(config: Any, inline: Any) -> None:
+    for mine, theirs in zip(stats_of(inline), stats_of(config), strict=True):
+        for key in (
+            "ppo_critic/critic_loss/avg",
+            "ppo_critic/grad_norm",
+            "ppo_critic/old_value/avg",
+            "ppo_critic/n_valid_tokens",
+            "ppo_actor/update/grad_norm",
+            "ppo_actor/advantages/avg",
+            "ppo_actor/kl_rewards/avg",
+        ):
+            assert theirs[key] == pytest.approx(mine[key], rel=1e-3, abs=1e-4), key
+        assert theirs["timeperf/critic_train_step"] > 0
+    for name in ("default", "critic"):
+        one, other = (
+            checkpoints(each)[-1].parent.parent / name / checkpoints(each)[-1].name for each in (inline, config)
+        )
+        expected, found = weights(one), weights(other)
+        assert expected.keys() == found.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("actor", "critic"), [("fsdp:d2", "fsdp:d1"), ("fsdp:d1", "archon:d2")], ids=["d2-d1", "d1-archon_d2"]
+)
+def test_critic_on_ranks_of_its_own_equals_inline(
+    inline: Any, policy: str, tmp_path: Path, actor: str, critic: str
+) -> None:
+    layouts = (f"actor.backend='{actor}'", f"critic.backend='{critic}'", "ref.backend='fsdp:d1'")
+    leaving = ("enable_offload=true", "critic.offload=true", "ref.offload=true", "saver.mode=async")
+    config = worker_config(tmp_path, policy, *_common(policy), *layouts, *leaving, *ONE_THREAD)
+
+    run_rl(config)
+
+    _assert_same_run(config, inline)
+    assert stats_of(config)[1]["timeperf/critic_offload"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("fork", ["true", "false"], ids=["same devices", "same processes"])
+def test_critic_and_reference_beside_the_actor_equal_inline(
+    inline: Any, policy: str, tmp_path: Path, fork: str
+) -> None:
+    placement = f"{{type: colocation, target: actor, fork: {fork}}}"
+    beside = [f"{role}.scheduling_strategy={placement}" for role in ("critic", "ref")]
+    config = worker_config(tmp_path, policy, *_common(policy), "actor.backend='fsdp:d2'", *beside)
+
+    run_rl(config)
+
+    _assert_same_run(config, inline)
