@@ -102,12 +102,6 @@ def test_memory_budget_without_gradient_checkpointing_is_not_spent():
     assert options == TrainingOptions(None, CompileOptions())
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_pad_to_maximum_stays_as_it_was_written_in_a_pipeline_and_with_compile(wanted):
-    assert prepare({"pp_schedule": "1F1B"}, PIPELINE, pad_to_maximum=wanted).pad_to_maximum is wanted
-    assert prepare({"enable_compile": True}, pad_to_maximum=wanted).pad_to_maximum is wanted
-
-
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_choice_by_op_becomes_full_where_backward_comes_in_halves(schedule):
     assert prepare({"pp_schedule": schedule}, PIPELINE).ac == AcOptions("full")

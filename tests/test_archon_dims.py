@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.experimental.engine.archon_dims import ArchonParallelDims, expert_layout
+from areal.experimental.models.archon.base import ModelArgs, MoEArgs, RopeArgs
+from areal.experimental.models.archon.expert_parallel import check_expert_parallel
 from areal.utils.errors import ConfigError, EngineError
 from tests.vector_files import load_vector
 
@@ -294,3 +297,18 @@ def test_expert_layout_of_each_row_of_the_table(sizes, strategy, mesh, w1_w3, w2
             found = dims.get_mesh(mesh)
             assert found is not None
             assert found.ndim == len(layout.w1_w3) == len(layout.w2)
+
+
+@pytest.mark.parametrize(("width", "fits"), [(30, True), (32, False)])
+def test_experts_that_are_cut_inside_need_a_width_that_divides(width: int, fits: bool) -> None:
+    dims = ArchonParallelDims(dp_shard=10, ep=2, world_size=10, device_type="cpu")
+    experts = MoEArgs(num_experts=4, top_k=2, hidden_dim=width)
+    rope = RopeArgs.unscaled(8, 1e4)
+    args = ModelArgs(dim=40, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=10, vocab_size=8, hidden_dim=8, rope=rope)
+    args = replace(args, moe=experts)
+
+    if fits:
+        check_expert_parallel(args, dims)
+        return
+    with pytest.raises(ConfigError, match=r"num_experts=4\) nor moe_intermediate_size=32 divides by 5"):
+        check_expert_parallel(args, dims)

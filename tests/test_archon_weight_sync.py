@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from areal.engine.core.weight_sender import WeightSender
 from areal.engine.core.weight_wire import make_buckets
 from areal.experimental.engine import archon_weight_sync as sync
 from areal.experimental.engine.archon_engine import ArchonEngine
-from areal.utils.errors import ConfigError, EngineError
+from areal.utils.errors import ConfigError, EngineError, WeightSyncError
 from tests.engine_fakes import engine_config
 from tests.fakes import tiny_model
 
@@ -42,6 +43,25 @@ def test_weight_sync_state_knows_the_name_of_its_group_and_no_group() -> None:
     assert (state.pp_rank, state.group_initialized, state.group_name) == (3, False, "update_weight_group_3")
     assert (state.master_addr, state.master_port, state.group) == ("", 0, None)
     assert state.group_names == state.groups == state.master_addrs == state.master_ports == []
+
+
+def test_weight_sync_state_after_a_failed_update_knows_that_no_group_is_left() -> None:
+    state = sync.WeightSyncState(0)
+    group = SimpleNamespace(name="g", host="127.0.0.1", port=1)
+    connected: Any = SimpleNamespace(group=group)
+    state.note(connected)
+    assert (state.group_initialized, state.group_name, state.groups) == (True, "g", [group])
+
+    def fail(meta: WeightUpdateMeta) -> None:
+        connected.group = None
+        raise WeightSyncError("a server did not answer")
+
+    connected.update = fail
+    engine: Any = SimpleNamespace(connected_weights=connected)
+    with pytest.raises(WeightSyncError, match="did not answer"):
+        sync.update_weights_from_distributed(state, WeightUpdateMeta(type="xccl"), engine)
+
+    assert (state.group_initialized, state.group, state.groups) == (False, None, [])
 
 
 def test_buckets_of_an_engine_are_flushed_before_they_overflow(engine: ArchonEngine) -> None:

@@ -38,7 +38,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rejection_sampling": None,
     },
     "m2po": {"eps_clip": 0.0, "m2_threshold": 0.04},
-    "cispo": {"loss_fn": "cispo", "eps_clip": 1.0, "eps_clip_higher": 0.28},
+    "cispo": {
+        "loss_fn": "cispo",
+        "eps_clip": 1.0,
+        "eps_clip_higher": 0.28,
+        "recompute_logprob": False,
+        "use_decoupled_loss": False,
+        "rejection_sampling": None,
+    },
 }
 COMMON = {
     "reward_bias": -0.5,

@@ -223,8 +223,7 @@ class RecordingEngine(_NoGroup):
     def get_version(self) -> int:
         return 3
 
-    def current_data_parallel_head(self) -> int:
-        return 0
+    result_rank = 0
 
     def train_batch(self, batch: PackedBatch, loss: Any, weight: Any, *, token_mask: str) -> dict[str, float]:
         self.batches.append(batch)
@@ -341,6 +340,17 @@ def test_teacher_without_a_finite_logprob_is_an_error(bad):
 
     with pytest.raises(NonFiniteInputError, match="NaN or infinite"):
         actor.compute_advantages(taught(bad))
+
+
+@pytest.mark.parametrize("key", ["values", "ref_logp"])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_critic_or_reference_without_a_finite_result_is_an_error(key, bad):
+    data = taught(-1.0)
+    for trajectory in data:
+        trajectory[key] = torch.full(trajectory["input_ids"].shape, bad)
+
+    with pytest.raises(NonFiniteInputError, match="weights of ref and critic"):
+        plain_actor().compute_advantages(data)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

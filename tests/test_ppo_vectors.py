@@ -60,8 +60,7 @@ class ScriptedEngine:
     def get_version(self) -> int:
         return CURRENT
 
-    def current_data_parallel_head(self) -> int:
-        return 0
+    result_rank = 0
 
     def forward_batch(self, data: PackedBatch) -> Tensor:
         self.forward_passes += 1

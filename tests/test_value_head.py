@@ -15,11 +15,12 @@ from areal.api.io_struct import SaveLoadMeta
 from areal.engine.core.replay import replay_step
 from areal.engine.core.value_head import token_values
 from areal.engine.fsdp_engine import FSDPEngine
+from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.trainer.ppo.critic import CriticLoss, value_tokens
 from areal.utils.batch import pack
 from areal.utils.errors import CheckpointError, ConfigError, UnsupportedFeatureError
 from areal.utils.stats_tracker import DistributedStatsTracker
-from tests.engine_fakes import batch, build_engine, predicting_mask, weight_fn
+from tests.engine_fakes import batch, build_engine, engine_config, predicting_mask, weight_fn
 from tests.fakes import tiny_config, tiny_model
 
 
@@ -205,13 +206,16 @@ def test_init_from_scratch_makes_a_value_head(lm: str) -> None:
         ({"model.norm.weight": None}, r"model\.norm\.weight"),
     ],
 )
+@pytest.mark.parametrize("engine_class", [FSDPEngine, ArchonEngine])
 def test_saved_classifier_that_is_no_critic_is_refused_by_name(
-    critic: str, tmp_path: Path, changes: dict[str, Any], message: str
+    critic: str, tmp_path: Path, changes: dict[str, Any], message: str, engine_class: type
 ) -> None:
     path = _copy(critic, tmp_path, **changes)
+    backend = "fsdp:d1" if engine_class is FSDPEngine else "archon:d1"
+    engine = engine_class(engine_config(path, backend=backend, is_critic=True))
 
     with pytest.raises(CheckpointError, match=message):
-        build_engine(path, is_critic=True)
+        engine.initialize(None, None)
 
 
 def test_saved_critic_as_a_policy_is_refused(critic: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def publisher_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(remote_builder, "RemotePublisher", lambda *_, **kw: made.append(SimpleNamespace(**kw)))
         config = worker_config(tmp_path, "nowhere", "rollout.backend=native:d1", *overrides)
         role = SimpleNamespace(ranks=None, engine=None, train=None, eval=None)
-        parts: Any = SimpleNamespace(actor=role, rollout=role, publisher=None)
+        parts: Any = SimpleNamespace(actor=role, rollout=role, publisher=None, engines=dict)
         scheduler: Any = FakeScheduler(actor=actor, rollout=rollout)
         remote_builder._weight_updater(scheduler, config, read_layout(config), parts)
         return made[0]

@@ -73,6 +73,11 @@ class EngineTopology(abc.ABC):
     def current_data_parallel_head(self) -> int:
         """Global rank that owns the rows of this model-parallel group."""
 
+    @property
+    @abc.abstractmethod
+    def result_rank(self) -> int:
+        """Global rank of this model-parallel group that ends up with losses and log-probs."""
+
     @remote
     @abc.abstractmethod
     def is_data_parallel_head(self) -> bool:

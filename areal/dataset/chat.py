@@ -2,7 +2,7 @@
 
 Of a turn, that is its content up to the token that ends it: what the model has to produce when it answers there. The
 tokens are those of the tokenizer's chat template over the whole conversation. A conversation that the assistant begins
-has no loss there: that turn answers nothing.
+has no loss there, unless the template marks that turn: it answers nothing.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from areal.api.alloc_mode import ModelAllocation
+from areal.engine.core.memory import MEMORY_SCOPE
 from areal.engine.core.remote_weights import RemotePublisher
 from areal.infra.controller.learner_controller import LearnerController
 from areal.infra.controller.rollout_controller import RolloutController
@@ -28,6 +29,7 @@ from areal.trainer.rollout_layout import (
     weight_mode,
 )
 from areal.utils import stats_tracker
+from areal.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal.api.cli_args import PPOConfig, TrainEngineConfig
@@ -89,7 +91,11 @@ class RemoteRLParts:
     def export_stats(self) -> dict[str, float]:
         """Statistics of every role since the last call."""
         critic = {} if self.critic is None else self.critic.engine.export_stats()
-        return {**critic, **self.actor.engine.export_stats(), **self.rollout.export_stats()}
+        actor = self.actor.engine.export_stats()
+        peaks = {
+            key: max(value, critic.get(key, value)) for key, value in actor.items() if key.startswith(MEMORY_SCOPE)
+        }
+        return {**critic, **actor, **peaks, **self.rollout.export_stats()}
 
     def destroy(self) -> None:
         """Stop what runs in this process; the scheduler stops the workers. Safe to call twice."""
@@ -144,6 +150,7 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
 
     All processes are started first and come up together. If the building fails, the caller deletes the workers.
     """
+    _check_shared_processes(config)
     layout = read_layout(config)
     env = thread_env(config, layout.replicas)
     env["train"].update(layout.train_env)
@@ -171,6 +178,27 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
         parts.destroy()
         raise
     return parts
+
+
+def _check_shared_processes(config: PPOConfig) -> None:
+    """Statistics of a process are reduced once: roles in the same processes must have the same data-parallel ranks.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    actor = ModelAllocation.from_str(config.actor.backend, name="actor").parallel
+    for name, role in (("critic", config.critic), ("ref", config.ref)):
+        if role is None or role.scheduling_strategy.type != "colocation" or role.scheduling_strategy.fork:
+            continue
+        own = ModelAllocation.from_str(role.backend, name=name).parallel
+        ranks = range(own.world_size)
+        if own.world_size == actor.world_size and [own.data_rank(r) for r in ranks] != [
+            actor.data_rank(r) for r in ranks
+        ]:
+            raise ConfigError(
+                f"{name}.scheduling_strategy.fork=false: {name}.backend={role.backend} and actor.backend="
+                f"{config.actor.backend} have other data-parallel ranks; set fork=true, or give both one layout"
+            )
 
 
 def _start_in_turn(roles: Sequence[TrainController], ft_spec: FinetuneSpec) -> None:

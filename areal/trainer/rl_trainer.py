@@ -180,7 +180,7 @@ class PPOTrainer(ClosingRun):
                 group_size=self.config.gconfig.n_samples,
                 dynamic_bs=self.config.dynamic_bs,
             )
-            if len(refs) < max(role.least_rows for role in (self.actor, self.critic) if role is not None):
+            if len(refs) < max(role.least_rows for role in (self.actor, self.critic, self.ref) if role is not None):
                 return refs, None
             try:
                 return refs, self.parts.claim(refs)

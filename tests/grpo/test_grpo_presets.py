@@ -147,7 +147,12 @@ LEARNERS: dict[str, tuple[str, ...]] = {
     "gspo": (*CORRECTED, "actor.importance_sampling_level=sequence"),
     "sapo": ("rollout.max_head_offpolicyness=1", "actor.use_sapo_loss=true"),
     "m2po": (*CORRECTED, "actor.m2_threshold=0.04", "actor.eps_clip=0.0"),
-    "cispo": (*CORRECTED, "actor.loss_fn=cispo", "actor.eps_clip=1.0", "actor.eps_clip_higher=0.28"),
+    "cispo": (
+        "rollout.max_head_offpolicyness=1",
+        "actor.loss_fn=cispo",
+        "actor.eps_clip=1.0",
+        "actor.eps_clip_higher=0.28",
+    ),
     "sequence_mean": (*CORRECTED, "actor.loss_agg=seq-mean-token-mean"),
     "fixed_denominator": (*CORRECTED, "actor.loss_agg=seq-mean-token-sum-norm"),
 }

@@ -243,3 +243,11 @@ def refusal(
         if engine is not None:
             engine.destroy()
     return "", "", False
+
+
+class OneProcess:
+    """Stands in for a live group of one rank: this process."""
+
+    @staticmethod
+    def run(cell: Any, **kwargs: Any) -> list[Any]:
+        return [cell(**kwargs)]

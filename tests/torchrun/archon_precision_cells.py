@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from areal.api.config.optimizer import OptimizerConfig
+from areal.api.io_struct import SaveLoadMeta
 from areal.engine.core.inputs import ModelInput, as_model_input
 from areal.engine.core.runner import LmOutput
 from tests.engine_fakes import weight_fn
@@ -68,3 +69,44 @@ def layers_are_sharded_at_the_loss(path: str, backend: str, policy: str) -> bool
     engine.runner.run(inputs, look, forward_only=False)
     engine.destroy()
     return all(found)
+
+
+def sharded_after_scoring(path: str, backend: str, policy: str, out: str) -> tuple[bool, bool]:
+    """Whether all parameters are shards after an evaluation, and whether a recover point made then can be loaded."""
+    engine = archon_engine(path, backend, archon={"reshard_after_forward_policy": policy, "pp_schedule": "1F1B"})
+    engine.create_process_group()
+    engine.initialize()
+    own = rows()[engine.data_parallel_rank :: engine.data_parallel_world_size]
+    engine.eval().eval_batch(own, LOSSES["sft"], weight_fn)
+    sharded = all(isinstance(p, DTensor) for part in engine.parts for p in part.parameters())
+    before = {name: tensor.clone() for name, tensor in engine.named_full_tensors()}
+    engine.save(SaveLoadMeta(out, "dcp", True))
+    engine.train().train_batch(own, LOSSES["sft"], weight_fn)
+    engine.load(SaveLoadMeta(out, "dcp", True))
+    equal = all(torch.equal(before[name], tensor) for name, tensor in engine.named_full_tensors())
+    engine.destroy()
+    return sharded, equal
+
+
+def norm_of_two_calls(path: str, backend: str) -> float:
+    """Gradient norm after two calls of ``forward_backward_batch`` with an evaluation behind them."""
+    engine = archon_engine(path, backend, archon={"pp_schedule": "1F1B"})
+    engine.create_process_group()
+    engine.initialize()
+    engine.train().optimizer_zero_grad()
+    own = rows()
+    for half in (own[:4], own[4:]):
+        engine.forward_backward_batch(half, lambda logits, packed: logits.float().square().mean())
+    engine.eval_batch(own, LOSSES["sft"], weight_fn)
+    norm = engine.optimizer_step()["grad_norm"]
+    engine.destroy()
+    return norm
+
+
+def heads(path: str, backend: str) -> tuple[int, bool, int]:
+    """Who owns this rank's rows, whether that is this rank, and who ends up with losses."""
+    engine = archon_engine(path, backend)
+    engine.create_process_group()
+    found = engine.current_data_parallel_head(), engine.is_data_parallel_head(), engine.result_rank
+    engine.destroy()
+    return found

@@ -99,3 +99,41 @@ def test_two_ranks_compiled_layers_have_equal_gradients(two_ranks: LiveGroup, pa
 
     for expected, compiled in two_ranks.run(cells.recomputed, path=path, backend=f"archon:{backend}", archon=sections):
         assert compiled == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["default", "never"])
+def test_two_ranks_recover_point_after_scoring_holds_the_weights(
+    two_ranks: LiveGroup, path: str, policy: str, tmp_path: Path
+) -> None:
+    arguments = {"path": path, "backend": "archon:d2", "policy": policy, "out": str(tmp_path / "point")}
+
+    found = two_ranks.run(cells.sharded_after_scoring, **arguments)
+
+    assert found == [(True, True), (True, True)]
+
+
+@pytest.mark.slow
+def test_four_ranks_recover_point_after_scoring_in_a_pipeline_holds_the_weights(
+    four_ranks: LiveGroup, path: str, tmp_path: Path
+) -> None:
+    arguments = {"path": path, "backend": "archon:d2p2", "policy": "default", "out": str(tmp_path / "point")}
+
+    found = four_ranks.run(cells.sharded_after_scoring, **arguments)
+
+    assert found == [(True, True)] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["t2p2", "p2t2"])
+def test_four_ranks_gradients_of_several_calls_add_up(four_ranks: LiveGroup, path: str, backend: str) -> None:
+    expected = cells.norm_of_two_calls(path, "archon:d1")
+
+    found = four_ranks.run(cells.norm_of_two_calls, path=path, backend=f"archon:{backend}")
+
+    assert expected > 0.1
+    assert found == pytest.approx([expected] * 4, rel=1e-5)
+
+
+def test_two_ranks_first_stage_owns_the_rows_and_the_last_one_has_the_results(two_ranks: LiveGroup, path: str) -> None:
+    assert two_ranks.run(cells.heads, path=path, backend="archon:p2") == [(0, True, 1), (0, False, 1)]
+    assert two_ranks.run(cells.heads, path=path, backend="archon:d2") == [(0, True, 0), (1, True, 1)]

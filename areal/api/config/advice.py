@@ -158,14 +158,15 @@ def _staleness(config: Any) -> Iterator[str]:
     actor, rollout = getattr(config, "actor", None), getattr(config, "rollout", None)
     if not is_section(rollout) or not is_section(actor) or getattr(actor, "use_decoupled_loss", True):
         return
-    lag = rollout.max_head_offpolicyness
+    lag, objective = rollout.max_head_offpolicyness, actor.objective()
     if lag > 0 and actor.recompute_logprob:
+        remedy = "actor.use_decoupled_loss=true (and actor.rejection_sampling)"
         yield (
             f"actor.recompute_logprob=true with rollout.max_head_offpolicyness={lag}: the recomputed log-probs replace "
             "those that stale samples were drawn with, so nothing corrects for their age; set "
-            "actor.use_decoupled_loss=true (and actor.rejection_sampling)"
+            f"{remedy if objective == 'ppo' else 'actor.recompute_logprob=false'}"
         )
-    elif lag > 1 and not actor.use_sapo_loss:
+    elif lag > 1 and objective == "ppo":
         yield (
             f"rollout.max_head_offpolicyness={lag} without actor.use_decoupled_loss: the ratio is clipped around the "
             "old policy that drew a sample, which holds stale tokens back; set actor.use_decoupled_loss=true (and "

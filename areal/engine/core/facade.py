@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal.api.engine_api import EngineCompute, EngineTopology, LossFn, LossWeightFn
@@ -25,8 +26,6 @@ from areal.utils.errors import EngineError
 from areal.utils.ranks import gather_json, value_of_rank
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from areal.api.cli_args import TrainEngineConfig
     from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
     from areal.engine.core.connected_weights import ConnectedWeights
@@ -62,6 +61,12 @@ class TopologyFacade(EngineTopology):
         return self.groups.cpu
 
     def current_data_parallel_head(self) -> int:
+        model = self.groups.model
+        return self.groups.result_rank if model is None else dist.get_process_group_ranks(model)[0]
+
+    @property
+    def result_rank(self) -> int:
+        """Global rank, within the model group, that ends up with losses and log-probs: the last pipeline stage."""
         return self.groups.result_rank
 
     def is_data_parallel_head(self) -> bool:

@@ -19,7 +19,9 @@ import dataclasses
 import json
 import math
 import platform
+import re
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -254,15 +256,21 @@ def locate_bad_tensors(engine: Any, findings: StepFindings) -> None:
 
 
 def _first_bad(tensors: Mapping[str, Tensor | None], groups: ParallelGroups) -> str | None:
-    """Ranks of one stage hold the same names, those of another stage others, which come after all of the first's."""
+    """The first one in the order of the layers; ranks of other pipeline stages hold other names."""
     bad = (
-        (group_rank(groups.pp), place, name)
+        (_layer(name), place, name)
         for place, (name, tensor) in enumerate(tensors.items())
         if tensor is not None and not bool(torch.isfinite(tensor.detach()).all())
     )
-    own = next(bad, None)
+    own = min(bad, default=None)
     ranks = [own] if groups.cpu is None else gather_json(own, groups.cpu)
     return min(tuple(found) for found in ranks if found)[2] if any(ranks) else None
+
+
+def _layer(name: str) -> int:
+    """Number of the layer that a parameter is in; the embedding comes before all of them, norm and head after."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else -1 if "embed" in name else sys.maxsize
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -203,7 +203,7 @@ def _differing_rows(packed: PackedBatch | None, groups: ParallelGroups, device: 
         return None
     return DataError(
         f"this rank holds {content[0]} sequences of {content[1]} tokens, another rank of its model group other rows; "
-        "ranks that differ only in t or c must be given the same rows in the same order"
+        "ranks that differ only in t, c or p must be given the same rows in the same order"
     )
 
 

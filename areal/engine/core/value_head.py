@@ -7,6 +7,8 @@ that their critics are exchangeable. Checkpoints have it as the head of a sequen
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from areal.engine.core.tensor_parts import local_part, own_index
+from areal.utils.errors import CheckpointError
 from areal.utils.functional.precision import at_least_float32
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "fill_value_head",
     "give_value_head",
     "has_value_head",
+    "refuse_head_bias",
     "token_values",
     "value_weight",
 ]
@@ -76,6 +80,13 @@ def fill_value_head(weight: Tensor, std: float) -> None:
     whole = torch.empty(weight.shape)
     whole.normal_(std=std, generator=torch.Generator().manual_seed(_SEED))
     local_part(weight).copy_(whole[own_index(weight)])
+
+
+def refuse_head_bias(path: str | os.PathLike[str], unexpected: Collection[str]) -> None:
+    """Raises CheckpointError: the head of the classifier at ``path``, whose names these are, has a bias."""
+    bias = VALUE_HEAD.replace("weight", "bias")
+    if bias in unexpected:
+        raise CheckpointError(f"{path}: its value head has a bias ({bias}); critics have {VALUE_HEAD} alone")
 
 
 def token_values(hidden: Tensor, head: Tensor) -> Tensor:

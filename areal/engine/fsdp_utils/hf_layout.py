@@ -25,6 +25,7 @@ from areal.engine.core.value_head import (
     dropped_head,
     fill_value_head,
     has_value_head,
+    refuse_head_bias,
     value_weight,
 )
 from areal.engine.fsdp_utils.model_names import ModelNames
@@ -32,7 +33,6 @@ from areal.utils.errors import CheckpointError
 
 __all__ = ["HfLayout"]
 
-_HEAD_BIAS = "score.bias"  # token classifiers have one
 _NEVER_LOADED = r"rotary_emb\.inv_freq$"  # buffers of old checkpoints that models compute now
 
 
@@ -78,8 +78,8 @@ class HfLayout:
         self.check(path, directory.model_type)
         names = ModelNames(directory, self.model)
         names.unexpected = self.without_ignored(names.unexpected)
-        if self.is_critic and _HEAD_BIAS in names.unexpected:
-            raise CheckpointError(f"{path}: its value head has a bias ({_HEAD_BIAS}); critics have {VALUE_HEAD} alone")
+        if self.is_critic:
+            refuse_head_bias(path, names.unexpected)
         return names
 
     def configs(self) -> tuple[Any, Any]:

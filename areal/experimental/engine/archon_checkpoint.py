@@ -26,7 +26,13 @@ from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.hf_load import check_model_type, weights_directory
 from areal.engine.core.model_layout import named_tensors, persistent_buffers
 from areal.engine.core.tensor_parts import Index
-from areal.engine.core.value_head import VALUE_HEAD, classifier_config, classifier_name, fill_value_head
+from areal.engine.core.value_head import (
+    VALUE_HEAD,
+    classifier_config,
+    classifier_name,
+    fill_value_head,
+    refuse_head_bias,
+)
 from areal.experimental.models.archon.base import ArchonModel
 from areal.experimental.models.archon.model_spec import get_model_spec
 from areal.experimental.models.archon.moe.state_dict import is_expert_key, join_experts
@@ -107,7 +113,10 @@ class ArchonLayout:
             )
         directory = HfDirectory(root)
         check_model_type(path, directory.model_type, self.model_type, self._class_name)
-        return ArchonSource(directory, self)
+        source = ArchonSource(directory, self)
+        if self.args.is_critic:
+            refuse_head_bias(path, source.unexpected)
+        return source
 
     def configs(self) -> tuple[Any, Any]:
         """See ``ModelLayout``. A critic is exported as a sequence classifier with one label."""

@@ -48,13 +48,10 @@ class TrainingOptions:
     Attributes:
         ac: which activations are computed again in the backward pass; None: none.
         compile: how layers are compiled; None: not at all.
-        pad_to_maximum: every micro-batch is padded to ``mb_spec.max_tokens_per_mb``. Neither a pipeline, which pads its
-            own rows, nor compiled layers, whose lengths are dynamic, need it.
     """
 
     ac: AcOptions | None = None
     compile: CompileOptions | None = None
-    pad_to_maximum: bool = False
 
 
 def prepare_training_config(
@@ -85,7 +82,7 @@ def prepare_training_config(
     if archon.use_deterministic_algorithms:
         use_deterministic_algorithms()
     ac = _ac_options(archon, args, dims, every) if config.gradient_checkpointing else None
-    return TrainingOptions(ac, compiled, config.pad_to_maximum)
+    return TrainingOptions(ac, compiled)
 
 
 def use_deterministic_algorithms() -> None:

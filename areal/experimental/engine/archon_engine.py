@@ -208,8 +208,6 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         self.options = prepare_training_config(config, self.args, self._device, dims=self.dims)
         if self.options.compile is not None:
             check_compile(self._device, self.groups, key="archon.enable_compile")
-        if self.options.pad_to_maximum:
-            config.pad_to_maximum = True
         with torch.device("meta"):
             whole = self.spec.model_class(self.args).to(parameter_dtype(config))
         self._apply_pipeline_parallelism(whole)
@@ -368,6 +366,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             init_weights(self._layout, self.groups.cpu)
         else:
             load_streamed(self._layout, self.config.path, where, self.groups.cpu)
+        if where != self._device:
+            for part in self.parts:
+                part.init_buffers(self._device)  # FSDP brings parameters to the device, not buffers
 
     def _create_optimizer(self, ft_spec: FinetuneSpec | None) -> ClippedOptimizer | None:
         config, dims = self.config, self._dims()
@@ -417,6 +418,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             self._offloader.close()
         self._loop = self._offloader = self._checkpoints = self._layout = self._shards = None
         self.module, self.parts, self.stages, self.runner = None, [], [], None
+        self.weight_sync_state = WeightSyncState(pp_rank=0)
         if self._joined and dist.is_initialized():
             leave_world()
         self._joined, self.dims, self.groups = False, None, ParallelGroups()

@@ -44,6 +44,7 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(model, index, count, device, group=group)
         self.model = model
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def output(self, hidden: Tensor, item: ModelInput, groups: ParallelGroups) -> LmOutput:
         """What the last stage gives for one micro-batch, whose hidden states are ``[L / (c * t), dim]``."""
@@ -61,6 +62,19 @@ class Stage(PipelineStage):
             if parameter.grad is not None:
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     hook(parameter)
+
+    # Every new schedule runs the first micro-batch once more, to learn shapes, and drops all gradients of FSDP after
+    # it: those that were there before must stay.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        self._earlier = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        super()._post_metadata_inference_cleanup()
+        for parameter, grad in self._earlier:
+            parameter.grad = grad
+        self._earlier = []
 
     # Without a backward pass nothing is handed back; torch's V-shaped schedules ask all the same.
 

@@ -12,7 +12,7 @@ whole, from one sender, or not at all.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -170,10 +170,14 @@ class WeightSyncState:
     def __post_init__(self) -> None:
         self.group_name = self.group_name or f"update_weight_group_{self.pp_rank}"
 
-    def note(self, connected: ConnectedWeights) -> None:
-        """Take over what ``connected`` has built; a group that broke is built again, under another name."""
+    def note(self, connected: ConnectedWeights, *, whole: bool = True) -> None:
+        """Take over what ``connected`` has built; a group that broke is built again, under another name.
+
+        Args:
+            whole: nothing failed.
+        """
         group = connected.group
-        self.connected, self.group, self.group_initialized = connected, group, True
+        self.connected, self.group, self.group_initialized = connected, group, whole
         self.groups = [] if group is None else [group]
         if group is not None:
             self.group_name, self.master_addr, self.master_port = group.name, group.host, group.port
@@ -196,8 +200,8 @@ def init_weight_update_group(state: WeightSyncState, meta: WeightUpdateMeta, eng
     """
     _check_type(meta, "xccl")
     connected = engine.connected_weights
-    connected.open_group(_named(state, meta))
-    state.note(connected)
+    with _noted(state, connected):
+        connected.open_group(_named(state, meta))
 
 
 def update_weights_from_distributed(state: WeightSyncState, meta: WeightUpdateMeta, engine: ArchonEngine) -> None:
@@ -212,8 +216,8 @@ def update_weights_from_distributed(state: WeightSyncState, meta: WeightUpdateMe
     """
     _check_type(meta, "xccl")
     connected = engine.connected_weights
-    connected.update(_named(state, meta))
-    state.note(connected)
+    with _noted(state, connected):
+        connected.update(_named(state, meta))
 
 
 def _update_bucket_weights(
@@ -243,9 +247,8 @@ def _update_bucket_weights(
     connected = state.connected
     if connected is None or connected.rollout is not rollout_engine:
         raise ConfigError("no weight group with this inference engine is open; call init_weight_update_group() first")
-    with lock:
+    with lock, _noted(state, connected):
         connected.send(_named(state, meta), named_tensors)
-    state.note(connected)
     named_tensors.clear()
 
 
@@ -259,6 +262,17 @@ def update_weights_from_disk(meta: WeightUpdateMeta, engine: ArchonEngine) -> No
     """
     _check_type(meta, "disk")
     engine.connected_weights.update(meta)
+
+
+@contextmanager
+def _noted(state: WeightSyncState, connected: ConnectedWeights) -> Iterator[None]:
+    """Have ``state`` show what is left of the group after the block, also if it fails."""
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        state.note(connected, whole=whole)
 
 
 def _named(state: WeightSyncState, meta: WeightUpdateMeta) -> WeightUpdateMeta:

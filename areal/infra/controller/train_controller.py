@@ -344,7 +344,8 @@ class ScoringController(TrainController):
         return batch
 
     def _score(self, batch: RemoteBatch, key: str) -> None:
-        self.load(batch)
+        if batch.number not in self._loaded:  # columns that were added since are of other roles
+            self.load(batch)
         self._add_columns(batch, self.ranks.call("score", batch.number, key))
 
 

@@ -189,7 +189,7 @@ class PPOActor:
         numbers = meter.reduce(engine.data_parallel_group)
         # Log-probs that a loss compares are on one pipeline stage; all of them must come to the same verdict.
         model_group = engine.context_and_model_parallel_group
-        numbers = value_of_rank(numbers, engine.current_data_parallel_head(), model_group)
+        numbers = value_of_rank(numbers, engine.result_rank, model_group)
         record_mismatch(stats_tracker.get(self.stats_name), numbers, meter.current_version)
         problem = judge(numbers, self.config, meter.current_version)
         if problem is None:

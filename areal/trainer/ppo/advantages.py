@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteInputError(ArealError, RuntimeError):
-    """A reward or a log-prob of a trained token is NaN or infinite."""
+    """A reward, or a log-prob or value of a trained token, is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def compute_advantages(
 
     Raises:
         DataError: a needed field is absent, or advantages were computed before.
-        NonFiniteInputError: a reward or a trained token's log-prob is not finite.
+        NonFiniteInputError: a reward, or a trained token's log-prob or value, is not finite.
     """
     _check_fields(batch, config)
     seq_ids = batch.seq_ids
@@ -129,8 +129,8 @@ def compute_advantages(
         mask = mask & ~_known(truncated).bool()[seq_ids]
     tokens = _aligned_logprobs(batch, config, mask)
     old = tokens["logprobs"]
-    teacher = batch.tokens.get("teacher_logp")
-    _check_finite(scores, *tokens.values(), *([] if teacher is None else [torch.where(mask, teacher, 0.0)]))
+    read = [batch.tokens[key] for key in ("teacher_logp", "ref_logp", "values") if key in batch.tokens]
+    _check_finite(scores, *tokens.values(), *(torch.where(mask, value, 0.0) for value in read))
     remaining = trained_from_here(mask, batch.cu_seqlens, seq_ids)
     if config.mask_no_eos_with_zero and truncated is not None:
         scores = torch.where(truncated.bool(), 0.0, scores)
@@ -259,6 +259,7 @@ def _check_finite(*tensors: Tensor) -> None:
     finite = torch.stack([t.isfinite().all() for t in tensors]).all()
     if not bool(finite):
         raise NonFiniteInputError(
-            "a reward or the log-prob of a trained token is NaN or infinite; the sample that carries it should have "
-            "been dropped by the rollout: check the reward function and the sampler's log-probs"
+            "a reward, or a log-prob or value of a trained token, is NaN or infinite: check the reward function, the "
+            "sampler's log-probs (a sample that has such ones should have been dropped), and the weights of ref and "
+            "critic"
         )

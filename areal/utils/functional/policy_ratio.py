@@ -27,7 +27,6 @@ class PolicyRatio:
     """Result of ``policy_ratio``; flat tensors ``[E]``.
 
     Attributes:
-        valid: bool, the mask as it was given.
         mask: bool, positions that still train after rejection.
         log_ratio: current - proximal with gradient; at sequence level the sequence's mean; 0 off ``mask``.
         advantage: no gradient; at sequence level the sequence's mean; 0 off ``mask``.
@@ -35,7 +34,6 @@ class PolicyRatio:
         rejection: result of rejection sampling, None without it.
     """
 
-    valid: Tensor
     mask: Tensor
     log_ratio: Tensor
     advantage: Tensor
@@ -92,7 +90,7 @@ def policy_ratio(  # noqa: PLR0913 - tensors of one formula
     rejects_sequences = rejection_sampling is not None and rejection_sampling.level == "sequence"
     by_sequence = level == "sequence"
     seq_ids, n = flatten_padded(loss_mask, cu_seqlens, need_sequences=by_sequence or rejects_sequences)
-    valid = mask = loss_mask.reshape(-1) != 0
+    mask = loss_mask.reshape(-1) != 0
     theta, prox = at_least_float32(logprobs.reshape(-1)), at_least_float32(proximal_logprobs.detach().reshape(-1))
     rejection = None
     if rejection_sampling is not None:
@@ -104,4 +102,4 @@ def policy_ratio(  # noqa: PLR0913 - tensors of one formula
     if by_sequence and seq_ids is not None:
         log_ratio = torch.where(mask, segment_mean(log_ratio, mask, seq_ids, n)[seq_ids], 0.0)
         advantage = torch.where(mask, segment_mean(advantage, mask, seq_ids, n)[seq_ids], 0.0)
-    return PolicyRatio(valid, mask, log_ratio, advantage, approx_kl, rejection)
+    return PolicyRatio(mask, log_ratio, advantage, approx_kl, rejection)

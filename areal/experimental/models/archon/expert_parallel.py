@@ -25,7 +25,7 @@ from areal.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from areal.experimental.engine.archon_dims import ArchonParallelDims
-    from areal.experimental.models.archon.base import ArchonModel, ModelArgs
+    from areal.experimental.models.archon.base import ArchonModel, ModelArgs, MoEArgs
 
 __all__ = ["apply_expert_parallel", "check_expert_parallel", "expert_layers"]
 
@@ -49,6 +49,23 @@ def check_expert_parallel(args: ModelArgs, dims: ArchonParallelDims) -> None:
             f"each expert is cut into {shards} shards (t, or etp), which do not divide its width "
             f"moe_intermediate_size={experts.hidden_dim}; choose another t"
         )
+    _check_cut_inside(args, experts, dims)
+
+
+def _check_cut_inside(args: ModelArgs, experts: MoEArgs, dims: ArchonParallelDims) -> None:
+    """Ranks that hold the same experts share them out whole, or cut each of them evenly."""
+    ranks = dims.mesh_sizes.get("dp_shard_mod_ep", 1)
+    if dims.ep == 1 or experts.num_experts % (dims.ep * ranks) == 0:
+        return
+    sizes = {"hidden_size": args.dim}
+    if dims.etp == 1:
+        sizes["moe_intermediate_size"] = experts.hidden_dim
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(
+                f"e{dims.ep}: {ranks} ranks hold the same experts, and neither their number (of num_experts="
+                f"{experts.num_experts}) nor {name}={size} divides by {ranks}; choose another d or e"
+            )
 
 
 def apply_expert_parallel(model: ArchonModel, dims: ArchonParallelDims) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,7 +76,7 @@ def parallelize_model(
         ac: which activations are computed again in the backward pass; None: none.
         compiled: how layers are compiled; None: not at all.
 
-    Returns: a function that shards the root again where no backward pass did; None where nothing is sharded.
+    Returns: a function that shards again what no backward pass did; None where nothing is sharded.
     """
     if dims.tp_enabled:
         apply_tensor_parallel(model, _mesh(dims, "tp"))
@@ -112,7 +112,14 @@ def _shard_model(model: ArchonModel, dims: ArchonParallelDims, options: FsdpOpti
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, **policies)
     if model.tok_embeddings is not None and not model.args.tied:
         fully_shard(model.tok_embeddings, mesh=mesh, reshard_after_forward=reshard, **policies)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False, **policies).reshard
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, **policies)
+
+    def release() -> None:
+        for module in model.modules():  # each of them shards its own parameters only
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    return release
 
 
 def _shard_experts(experts: nn.Module, dims: ArchonParallelDims, policies: dict[str, Any]) -> None:
