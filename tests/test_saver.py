@@ -191,3 +191,14 @@ def test_save_async_engine_without_snapshots_saves_synchronously(tmp_path, caplo
 def test_paths_missing_part_is_refused():
     with pytest.raises(ValueError, match="trial_name"):
         Saver.get_save_root("exp", "", "/tmp")
+
+
+@pytest.mark.parametrize(
+    ("mode", "auto_async", "expected"), [("auto", True, True), ("auto", False, False), ("sync", True, False)]
+)
+def test_saver_mode_auto_is_asynchronous_where_the_run_says_so(
+    tmp_path: Path, mode: str, auto_async: bool, expected: bool
+) -> None:
+    config = _saver(tmp_path, freq_steps=1, mode=mode).config
+
+    assert Saver(config, SPEC, auto_async=auto_async).is_async is expected

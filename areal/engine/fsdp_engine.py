@@ -26,8 +26,8 @@ from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
 from areal.engine.core.shared_prefix import check_tree_training
+from areal.engine.fsdp_utils.checkpoint import HfLayout
 from areal.engine.fsdp_utils.grad import shard_copies
-from areal.engine.fsdp_utils.hf_layout import HfLayout
 from areal.engine.fsdp_utils.loading import find_weights, load_streamed
 from areal.engine.fsdp_utils.optimizer import build_shards
 from areal.engine.fsdp_utils.parallel import build_mesh, check_model, check_strategy, groups_of, shard_model

@@ -68,7 +68,8 @@ class RunHooks:
         self.tokenizer = tokenizer
         self.rank = environ.rank()
         manifest = build_manifest(config, datasets={"train": dataset})
-        self.saver = Saver(config.saver, ft_spec, manifest=manifest)
+        archon = config.actor.backend.startswith("archon")  # as in 1.x
+        self.saver = Saver(config.saver, ft_spec, manifest=manifest, auto_async=archon)
         self.evaluator = Evaluator(config.evaluator, ft_spec)
         self.recover_handler = RecoverHandler(config.recover, ft_spec, manifest=manifest)
         self.console: LiveConsole | None = None

@@ -57,16 +57,23 @@ class Saver:
         config: ``freq_epochs``, ``freq_steps``, ``freq_secs`` (null = off; any of them fires), ``mode``, paths.
         ft_spec: tells where an epoch ends.
         manifest: goes into every checkpoint, see ``utils.manifest``.
+        auto_async: what ``mode: auto`` means for the engines of this run.
     """
 
     def __init__(
-        self, config: SaverConfig, ft_spec: FinetuneSpec, *, manifest: Mapping[str, Any] | None = None
+        self,
+        config: SaverConfig,
+        ft_spec: FinetuneSpec,
+        *,
+        manifest: Mapping[str, Any] | None = None,
+        auto_async: bool = False,
     ) -> None:
         self.config = config
         self.ft_spec = ft_spec
         self.manifest = dict(manifest or {})
         self._tracker = StepTracker(EpochStepTimeFreqCtl(config.freq_epochs, config.freq_steps, config.freq_secs))
-        self._writer = BackgroundWriter() if config.mode == "async" else None
+        background = config.mode == "async" or (config.mode == "auto" and auto_async)
+        self._writer = BackgroundWriter() if background else None
 
     @property
     def is_async(self) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from areal.engine.core import hf_load
 from areal.engine.core.hf_load import weights_directory
 from areal.engine.core.model_layout import TensorSource
-from areal.engine.fsdp_utils.hf_layout import HfLayout
+from areal.engine.fsdp_utils.checkpoint import HfLayout
 from areal.engine.fsdp_utils.model_names import ModelNames, conversions_of
 from areal.utils.errors import ConfigError
 from areal.utils.ranks import gather_json

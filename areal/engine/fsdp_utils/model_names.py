@@ -1,7 +1,7 @@
 """A Hugging Face directory under the names that a transformers model has for its tensors.
 
 In: a directory of safetensors files and a model, perhaps sharded or empty. Out: the directory's tensors under the
-model's names, read in pieces. Called by ``hf_layout``.
+model's names, read in pieces. Called by ``checkpoint``.
 
 Names: a checkpoint may have older names than the model, and one tensor per expert where the model has one for all.
 transformers' own conversions say so; what they make of a checkpoint is found out on the meta device, then read in
