@@ -28,6 +28,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks_every_schedule_in_bfloat16_has_the_gradients_of_1f1b(
     two_ranks: LiveGroup, path: str, optimizer: str
@@ -64,6 +66,8 @@ def test_two_ranks_reshard_policy_says_when_layers_give_weights_back(
     assert found == [sharded, sharded]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("backend", "schedule"),
     [
