@@ -316,7 +316,7 @@ def test_controller_killed_leaves_no_actor_and_no_process(make: Make, tmp_path: 
     observer = make()
 
     facts = run_and_kill(tmp_path / "killed", GPUS_PER_NODE)
-    left = wait_gone(facts["pids"], 10)
+    left = wait_gone(facts["pids"], 30)
 
     observer.context.identity = replace(observer.context.identity, run_id=facts["run_id"])
     assert left == []
@@ -331,7 +331,7 @@ def test_controller_without_a_cluster_starts_one_that_ends_with_it(tmp_path: Pat
         facts = run_and_kill(tmp_path / "killed", 0)
         daemons = [process.pid for process in psutil.process_iter() if belongs_to(process, values["RAY_TMPDIR"])]
 
-        left = wait_gone(facts["pids"] + daemons, 10)
+        left = wait_gone(facts["pids"] + daemons, 30)
 
     assert left == []
 
