@@ -147,7 +147,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
 
         # Pipeline
         self.stage_numbers: tuple[int, ...] = ()
-        self.stage_count = 1
+        self.stage_modules: list[list[str]] = []  # of every stage, as names
         self.stages: list[Stage] = []
 
         # Rollout
@@ -247,15 +247,14 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             self.args = replace(self.args, moe=replace(self.args.moe, router_dtype=None))
         check_parallelism(self.args, dims)
         if dims.pp_enabled:
-            self._stage_modules()
+            self.stage_modules = self._split_modules()
 
-    def _stage_modules(self) -> list[list[str]]:
-        """Module names of every stage of the pipeline; sets how many there are."""
+    def _split_modules(self) -> list[list[str]]:
+        """Module names of every stage of the pipeline."""
         assert self.args is not None
         archon, layers = self.config.archon, self.args.n_layers
         first, last = archon.pp_first_stage_less_layers, archon.pp_last_stage_less_layers
         count = count_stages(archon.pp_schedule, self._dims().pp, layers, archon.pp_layers_per_stage, first, last)
-        self.stage_count = count
         critic = self.config.is_critic
         return split_modules(count, layers, first_less=first, last_less=last, is_critic=critic)
 
@@ -290,9 +289,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         if not dims.pp_enabled:
             self.parts = [whole]
         else:
-            modules = self._stage_modules()
+            modules = self.stage_modules
             rank = group_rank(self.groups.pp)
-            self.stage_numbers = stages_of_rank(self.config.archon.pp_schedule, dims.pp, self.stage_count, rank)
+            self.stage_numbers = stages_of_rank(self.config.archon.pp_schedule, dims.pp, len(modules), rank)
             cut = self.spec.pipelining_fn or keep_modules
             self.parts = [cut(whole, modules[number]) for number in self.stage_numbers]
         for part in self.parts:
@@ -324,7 +323,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             return
         assert self.groups.pp is not None
         self.stages = [
-            Stage(part, number, self.stage_count, self._device, self.groups.pp)
+            Stage(part, number, len(self.stage_modules), self._device, self.groups.pp)
             for part, number in zip(self.parts, self.stage_numbers, strict=True)
         ]
         self.runner = create_runner(

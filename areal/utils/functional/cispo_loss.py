@@ -57,8 +57,4 @@ def cispo_token_losses(  # noqa: PLR0913 - tensors of one formula
     loss = -weight * terms.advantage * theta
     if terms.rejection is not None:
         loss = loss * terms.rejection.weight
-    shape = loss_mask.shape
-    stats = {name: value.view(shape) for name, value in terms.stats(loss, ratio, clip_mask=weight != ratio).items()}
-    if terms.rejection is not None:
-        stats["filtered_fraction"] = terms.rejection.filtered_fraction
-    return loss.view(shape), stats
+    return terms.result(loss, ratio, loss_mask.shape, clip_mask=weight != ratio)

@@ -40,8 +40,12 @@ class PolicyRatio:
     approx_kl: Tensor
     rejection: Rejection | None
 
-    def stats(self, loss: Tensor, ratio: Tensor, **extra: Tensor) -> dict[str, Tensor]:
-        """Per-token statistics that all losses share, without gradient; ``extra`` ones replace the zeros of a clip."""
+    def result(
+        self, loss: Tensor, ratio: Tensor, shape: torch.Size, **extra: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a loss function returns: loss per token in the input's ``shape``, and the statistics that all losses
+        share, without gradient; ``extra`` ones replace the zeros of a clip.
+        """
         values = {
             "approx_kl": self.approx_kl,
             "clip_mask": torch.zeros_like(self.mask),
@@ -54,7 +58,10 @@ class PolicyRatio:
             values["behave_imp_weight"] = self.rejection.weight
             values["behave_approx_kl"] = self.rejection.approx_kl
             values["behave_mask"] = self.rejection.mask
-        return values
+        stats = {name: value.view(shape) for name, value in values.items()}
+        if self.rejection is not None:
+            stats["filtered_fraction"] = self.rejection.filtered_fraction
+        return loss.view(shape), stats
 
 
 def policy_ratio(  # noqa: PLR0913 - tensors of one formula

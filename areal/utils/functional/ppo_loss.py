@@ -86,11 +86,7 @@ def ppo_token_losses(  # noqa: PLR0913 - public signature
         loss = torch.minimum(loss, bound)
     if terms.rejection is not None:
         loss = loss * terms.rejection.weight
-    shape = loss_mask.shape
-    stats = {name: value.view(shape) for name, value in terms.stats(loss, ratio, **masks).items()}
-    if terms.rejection is not None:
-        stats["filtered_fraction"] = terms.rejection.filtered_fraction
-    return loss.view(shape), stats
+    return terms.result(loss, ratio, loss_mask.shape, **masks)
 
 
 def ppo_actor_loss_fn(  # noqa: PLR0913 - public signature

@@ -53,5 +53,4 @@ def sapo_token_losses(  # noqa: PLR0913 - tensors of one formula
     gate = torch.where(terms.advantage > 0, positive, negative)
     loss = -terms.advantage * gate
     gates = {"sapo_soft_gate": gate, "sapo_scaled_gate_pos": positive, "sapo_scaled_gate_neg": negative}
-    shape = loss_mask.shape
-    return loss.view(shape), {name: value.view(shape) for name, value in terms.stats(loss, ratio, **gates).items()}
+    return terms.result(loss, ratio, loss_mask.shape, **gates)
