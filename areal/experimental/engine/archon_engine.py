@@ -322,8 +322,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             self.runner = create_runner(ArchonLm(self.parts[0], self.groups), release)
             return
         assert self.groups.pp is not None
+        dtype = getattr(torch, self.config.dtype)
         self.stages = [
-            Stage(part, number, len(self.stage_modules), self._device, self.groups.pp)
+            Stage(part, number, len(self.stage_modules), self._device, self.groups.pp, dtype)
             for part, number in zip(self.parts, self.stage_numbers, strict=True)
         ]
         self.runner = create_runner(
@@ -346,9 +347,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
 
         def loss_of(hidden: Tensor, index: Tensor) -> Tensor:
             number = int(index)
-            # torch runs the loss of the first micro-batch once more, to learn the shapes of gradients; rows that only
-            # fill the schedule up have none. Neither may count.
-            if last is None or number >= len(items) or not last.holds(number):
+            if last is None or number >= len(items):  # a row that only fills the schedule up
                 return hidden.sum() * 0
             loss = process(last.output(hidden[0], items[number], self.groups), items[number])
             return hidden.sum() * 0 if loss is None else loss

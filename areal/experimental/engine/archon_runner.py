@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import _StageMeta, extract_tensor_metas
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from areal.engine.core.distributed import gather_rows, group_rank, group_size
 from areal.engine.core.runner import ForwardBackwardRunner, LmOutput, ProcessOutput, SequentialRunner
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from areal.engine.core.inputs import ModelInput
     from areal.engine.core.parallel_dims import ParallelGroups
     from areal.experimental.models.archon.base import ArchonModel
@@ -37,23 +37,44 @@ PipelineLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stage(PipelineStage):
-    """One pipeline stage of this rank."""
+    """One pipeline stage of this rank.
+
+    Args:
+        model: what it computes.
+        index, count: its number, and how many there are.
+        dtype: of hidden states.
+    """
 
     def __init__(
-        self, model: ArchonModel, index: int, count: int, device: torch.device, group: dist.ProcessGroup
+        self,
+        model: ArchonModel,
+        index: int,
+        count: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(model, index, count, device, group=group)
-        self.model = model
-        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
+        self.model, self.dtype = model, dtype
 
     def output(self, hidden: Tensor, item: ModelInput, groups: ParallelGroups) -> LmOutput:
         """What the last stage gives for one micro-batch, whose hidden states are ``[L / (c * t), dim]``."""
         hidden = own_hidden(hidden, item, groups, whole_head=self.model.args.is_critic)
         return LmOutput(hidden, self.model.head_weight, None, groups, item.batch.n_tokens)
 
-    def holds(self, micro_batch: int) -> bool:
-        """Whether the forward pass of a micro-batch was run in this schedule, and its backward pass was not."""
-        return micro_batch in self.fwd_cache
+    def expect(self, rows: PipelineRows, tensor: int, *, training: bool) -> None:
+        """Say what a row is like on its way in and out; torch would run the first one once more to learn it.
+
+        Args:
+            rows: of this rank.
+            tensor: number of tensor-parallel ranks, which share the hidden states of a row.
+            training: whether gradients come back.
+        """
+        ids = rows.ids[:1]
+        size = (1, ids.shape[1] // tensor, self.model.args.dim)
+        hidden = torch.empty(size, dtype=self.dtype, device="meta", requires_grad=training)
+        inputs, outputs = (extract_tensor_metas((x,)) for x in (ids if self.is_first else hidden, hidden))
+        self._user_meta = _StageMeta(inputs=inputs, outputs=outputs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See ``PipelineStage``, which puts gradients into parameters here and leaves out what hooks do with them."""
@@ -63,18 +84,8 @@ class Stage(PipelineStage):
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     hook(parameter)
 
-    # Every new schedule runs the first micro-batch once more, to learn shapes, and drops all gradients of FSDP after
-    # it: those that were there before must stay.
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        self._earlier = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        return super()._prepare_forward_infra(*args, **kwargs)
-
     def _post_metadata_inference_cleanup(self) -> None:
-        super()._post_metadata_inference_cleanup()
-        for parameter, grad in self._earlier:
-            parameter.grad = grad
-        self._earlier = []
+        """Nothing: no row was run for its metadata. Torch would drop the gradients of earlier calls."""
 
     # Without a backward pass nothing is handed back; torch's V-shaped schedules ask all the same.
 
@@ -116,6 +127,8 @@ class PipelinedRunner:
         self._schedule_class: Any = get_schedule_class(schedule)
         self._first = any(stage.is_first for stage in stages)
         self._last = next((stage for stage in stages if stage.is_last), None)
+        # NCCL connects a group at its first collective, which all ranks must call; a pipeline's sends are not that.
+        dist.all_reduce(torch.zeros(1, device=stages[0].device), group=stages[0].group)
 
     def run(self, inputs: Iterable[ModelInput], process: ProcessOutput, *, forward_only: bool) -> None:
         """See :class:`ForwardBackwardRunner`."""
@@ -155,6 +168,8 @@ class PipelinedRunner:
     def _schedule(self, rows: PipelineRows, loss_fn: PipelineLoss | None) -> Any:
         single = issubclass(self._schedule_class, PipelineScheduleSingle)
         stages = self.stages[0] if single else self.stages
+        for stage in self.stages:
+            stage.expect(rows, group_size(self.groups.tensor), training=loss_fn is not None)
         return self._schedule_class(stages, rows.ids.shape[0], loss_fn=loss_fn, scale_grads=False)
 
 
