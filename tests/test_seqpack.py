@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +49,44 @@ def test_allocate_any_input_covers_rows_once_within_capacity(values, capacity, m
     assert sorted(i for g in groups for i in g) == list(range(len(values)))
     assert all(0 < sum(values[i] for i in g) <= capacity for g in groups)
     assert len(groups) >= minimum
+
+
+def ffd_as_defined(values: list[int], capacity: int, minimum: int) -> list[list[int]]:
+    """Longest first, as a selection sort takes them; among the groups with room the one with the fewest members, then
+    the smallest sum, then the one that was opened first."""
+    order = list(range(len(values)))
+    for front in range(len(values)):
+        place = max(range(front, len(values)), key=lambda p: (values[order[p]], -p))
+        order[front], order[place] = order[place], order[front]
+    groups: list[list[int]] = []
+    for index in order:
+        sums = [sum(values[i] for i in group) for group in groups]
+        room = [g for g, total in enumerate(sums) if total + values[index] <= capacity]
+        if len(groups) < minimum or not room:
+            groups.append([index])
+        else:
+            groups[min(room, key=lambda g: (len(groups[g]), sums[g], g))].append(index)
+    return groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.integers(0, 12), min_size=3, max_size=40),  # few values: many ties
+    capacity=st.integers(12, 60),
+    minimum=st.integers(1, 3),
+)
+def test_ffd_allocate_any_input_equals_its_definition(values, capacity, minimum):
+    assert ffd_allocate(values, capacity, minimum) == ffd_as_defined(values, capacity, minimum)
+
+
+def test_ffd_allocate_log_normal_lengths_waste_little():
+    draw = random.Random(3)
+    lengths = [min(max(round(draw.lognormvariate(6.9, 1.0)), 1), 8192) for _ in range(20_000)]
+
+    groups = ffd_allocate(lengths, 8192, 1)
+
+    assert sum(map(len, groups)) == len(lengths)
+    assert sum(lengths) >= 0.98 * 8192 * len(groups)
 
 
 @pytest.mark.parametrize("algorithm", ["ffd", "kk"])

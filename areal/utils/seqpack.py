@@ -6,6 +6,7 @@ Called by ``utils/batch/split`` (micro-batches) and by the data-parallel dealing
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -60,17 +61,32 @@ def ffd_allocate(values: Sequence[int], capacity: int, min_groups: int, n_groups
 
 def _ffd_once(values: Sequence[int], capacity: int, min_groups: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    sums: list[int] = []
+    # Groups by number of members, each a heap of (sum, group): its top is the one that takes the item, if any of them
+    # has room. There are at most sqrt(2 n) such numbers at once. Groups too full for the smallest item are left out.
+    by_count: dict[int, list[tuple[int, int]]] = {}
+    counts: list[int] = []  # keys of by_count, rising
+    full = capacity - min(values, default=0)
     for index in _selection_order(values):
         value = values[index]
-        if len(groups) < min_groups or min(sums) + value > capacity:
+        count, total, target = 0, 0, len(groups)
+        if target >= min_groups:
+            room = capacity - value
+            count = next((c for c in counts if by_count[c][0][0] <= room), 0)
+        if count:
+            heap = by_count[count]
+            total, target = heapq.heappop(heap)
+            if not heap:
+                del by_count[count]
+                counts.remove(count)
+            groups[target].append(index)
+        else:
             groups.append([index])
-            sums.append(value)
-            continue
-        fits = (g for g in range(len(groups)) if sums[g] + value <= capacity)
-        target = min(fits, key=lambda g: (len(groups[g]), sums[g]))
-        groups[target].append(index)
-        sums[target] += value
+        total += value
+        if total <= full:
+            if count + 1 not in by_count:
+                by_count[count + 1] = []
+                bisect.insort(counts, count + 1)
+            heapq.heappush(by_count[count + 1], (total, target))
     return groups
 
 
@@ -78,21 +94,19 @@ def _selection_order(values: Sequence[int]) -> list[int]:
     """Indices by falling value, equal values as a selection sort leaves them.
 
     The rule for ties decides which of two equal sequences goes where; this one yields the published allocations, on
-    every machine. A selection sort takes the first largest item and moves the front item into its place; the heap
-    holds (value, place) and skips entries whose item has moved since.
+    every machine. A selection sort takes the first largest item and moves the front item into its place. While it takes
+    the items of one value, it moves smaller ones only, so the places it takes them from are known beforehand.
     """
     item_at = list(range(len(values)))
-    heap = [(-value, place, place) for place, value in enumerate(values)]
-    heapq.heapify(heap)
-    for front in range(len(values)):
-        _, place, item = heapq.heappop(heap)
-        while place < front or item_at[place] != item:
-            _, place, item = heapq.heappop(heap)
-        moved = item_at[front]
-        if place != front:
-            item_at[place] = moved
-            heapq.heappush(heap, (-values[moved], place, moved))
-        item_at[front] = item
+    place_of = list(range(len(values)))
+    front = 0
+    falling = sorted(item_at, key=values.__getitem__, reverse=True)
+    for _, items in itertools.groupby(falling, key=values.__getitem__):
+        for place in sorted([place_of[item] for item in items]):
+            moved = item_at[front]
+            item_at[front], item_at[place] = item_at[place], moved
+            place_of[moved] = place
+            front += 1
     return item_at
 
 
