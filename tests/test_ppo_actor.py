@@ -226,9 +226,9 @@ def test_statistics_staleness_counts_generated_tokens_only(model_dir):
 
     stats = run_step(actor, trajectories(version=3))
 
-    assert stats["ppo_actor/version_stats/sample_staleness_theta_avg"] == 2.0
-    assert stats["ppo_actor/version_stats/sample_staleness_proximal_max"] == 1.0
-    assert stats["ppo_actor/version_stats/n_valid_generated_tokens"] == stats["ppo_actor/n_valid_tokens"]
+    assert stats["ppo_actor/update/version_stats/sample_staleness_theta_avg"] == 2.0
+    assert stats["ppo_actor/update/version_stats/sample_staleness_proximal_max"] == 1.0
+    assert stats["ppo_actor/update/version_stats/n_valid_generated_tokens"] == stats["ppo_actor/n_valid_tokens"]
 
 
 def test_statistics_truncation_is_the_field_not_the_width(model_dir):

@@ -89,7 +89,7 @@ def _record_agents(tracker: DistributedStatsTracker, batch: PackedBatch, keys: l
 
 
 def _record_staleness(tracker: DistributedStatsTracker, versions: Tensor, mask: Tensor, current_version: int) -> None:
-    with tracker.scope("version_stats"):
+    with tracker.scope("update/version_stats"):
         tracker.denominator(n_valid_generated_tokens=mask & (versions >= 0))
         theta = (current_version - versions).float()
         for name, lag in (("theta", theta), ("proximal", theta - 1)):
