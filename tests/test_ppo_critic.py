@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig
+from areal.api.cli_args import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.trainer.ppo.advantages import compute_advantages
 from areal.trainer.ppo.critic import CriticLoss, PPOCritic, value_tokens
 from areal.utils import stats_tracker
 from areal.utils.errors import DataError
+from areal.utils.functional import explained_variance
 from areal.utils.stats_tracker import DistributedStatsTracker
 from tests.fakes import tiny_model
 from tests.test_ppo_actor import trajectories
@@ -194,6 +196,66 @@ def test_ppo_update_missing_field_names_it(model_dir: str, missing: str) -> None
 
     with pytest.raises(DataError, match=missing):
         critic.ppo_update(batch.without(missing))
+
+
+def test_evaluate_compares_values_with_the_shaped_reward_to_come(model_dir: str) -> None:
+    critic, data = build_critic(model_dir), trajectories()
+    before = parameters(critic)
+    # Everything of the policy's objective that is no reward must not count.
+    policy = PPOActorConfig(
+        experiment_name="e", trial_name="t", backend="fsdp:d1", path="x", discount=0.9, gae_lambda=0.3, kl_ctl=0.5,
+        reward_bias=-0.5, reward_scaling=10.0, use_decoupled_loss=True, adv_norm=NormConfig(),
+    )  # fmt: skip
+
+    critic.evaluate(data, policy)
+
+    stats = stats_tracker.export_all()
+    values, targets = [], []
+    for scored, t in zip(critic.compute_values(data), data, strict=True):
+        for row, reward in enumerate(t["rewards"].tolist()):
+            drawn = t["loss_mask"][row].nonzero()[:, 0]  # the position before each drawn token is trained
+            values.append(scored[row, drawn - 1])
+            targets.append(10 * (reward - 0.5) * 0.9 ** torch.arange(len(drawn) - 1, -1, -1))
+    value, target = torch.cat(values), torch.cat(targets)
+    explained = 1 - (target - value).var(correction=0) / target.var(correction=0)
+    assert stats["ppo_critic-eval/n_valid_tokens"] == len(value)
+    assert stats["ppo_critic-eval/value/avg"] == pytest.approx(value.mean().item(), abs=1e-5)
+    assert stats["ppo_critic-eval/target_value/max"] == pytest.approx(target.max().item(), rel=1e-5)
+    assert stats["ppo_critic-eval/critic_loss/avg"] == pytest.approx(
+        ((value - target) ** 2 / 2).mean().item(), rel=1e-4
+    )
+    assert stats["ppo_critic-eval/explained_variance"] == pytest.approx(explained.item(), abs=1e-4)
+    assert torch.equal(parameters(critic), before)
+    assert not any(key.startswith("ppo_critic/") for key in stats)
+
+
+def test_evaluate_nothing_trained_is_zero_and_finite(model_dir: str) -> None:
+    critic, data = build_critic(model_dir), trajectories(n_groups=1)
+    data[0]["loss_mask"].zero_()
+
+    critic.evaluate(data, PPOActorConfig(experiment_name="e", trial_name="t", backend="fsdp:d1", path="x"))
+
+    stats = stats_tracker.export_all()
+    assert stats["ppo_critic-eval/explained_variance"] == 0
+    assert all(torch.tensor(value).isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "returns", "expected"),
+    [
+        ([1.0, 3.0, 5.0], [1.0, 3.0, 5.0], 1.0),
+        ([0.0, 2.0, 4.0], [1.0, 3.0, 5.0], 1.0),  # off by a constant
+        ([7.0, 7.0, 7.0], [1.0, 3.0, 5.0], 0.0),
+        ([5.0, 3.0, 1.0], [1.0, 3.0, 5.0], -3.0),  # R - V = -4, 0, 4: four times the variance
+        ([1.0, 2.0, 9.0], [4.1, 4.1, 4.1], 0.0),  # nothing to explain
+    ],
+)
+def test_explained_variance_hand_values(values: list[float], returns: list[float], expected: float) -> None:
+    mask = torch.tensor([1, 1, 0, 1])
+    v, r = (torch.tensor([*x[:2], math.nan, x[2]]) for x in (values, returns))
+
+    assert explained_variance(v, r, mask).item() == pytest.approx(expected, abs=1e-6)
+    assert explained_variance(v, r, torch.zeros(4)).item() == 0
 
 
 def test_critic_loss_callback_equals_the_vector() -> None:

@@ -234,12 +234,20 @@ class PPOTrainer(ClosingRun):
         self.turns.send("actor")
 
     def _evaluate(self, workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> None:
-        """Run every validation row once under ``eval_gconfig``; statistics go to ``eval-rollout``. Leaves training
-        episodes paused: the caller resumes them.
+        """Run every validation row once under ``eval_gconfig``; statistics go to ``eval-rollout``, how well a critic
+        predicts their rewards to ``ppo_critic-eval``. Leaves training episodes paused: the caller resumes them.
         """
         if workflow is None or self.valid_loader is None:
             return
         self.rollout.pause()
         n_samples = self.config.eval_gconfig.n_samples if self.config.eval_gconfig else 1
         rows = [record for records in self.valid_loader for record in records]
-        self.eval_rollout.rollout_batch(rows, workflow, workflow_kwargs, group_size=n_samples)
+        tables = self.eval_rollout.rollout_batch(rows, workflow, workflow_kwargs, group_size=n_samples)
+        if self.critic is None or len(tables) < self.critic.least_rows:
+            return
+        self.turns.bring("critic")
+        try:
+            self.critic.evaluate(tables, self.config.actor)
+        except TensorLostError as exc:
+            logger.warning(f"the critic is not evaluated this time, a worker with validation answers is gone: {exc}")
+        self.turns.send("critic")

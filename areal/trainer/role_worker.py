@@ -19,6 +19,7 @@ from areal.utils.errors import EngineError
 from areal.utils.ranks import is_first_rank
 
 if TYPE_CHECKING:
+    from areal.api.config.ppo import PPOActorConfig
     from areal.api.engine_api import TrainEngine
     from areal.api.io_struct import ParamSpec, SaveLoadMeta
     from areal.engine.core.shared_weights import WeightManifest
@@ -248,3 +249,8 @@ class PPOCriticWorker(BatchWorker):
         """One optimizer step per mini-batch on a batch that was extended by :meth:`PPOActorWorker.targets`."""
         batch = self._batch(number)
         self.critic.ppo_update(batch.with_tokens(loss_mask=batch.tokens["aligned_mask"]))
+
+    @remote
+    def evaluate(self, number: int, actor: PPOActorConfig) -> None:
+        """See :meth:`areal.trainer.ppo.critic.PPOCritic.evaluate`; every rank is called."""
+        self.critic.evaluate(self._batch(number), actor)

@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from areal import PPOTrainer
 from tests.controller.runs import worker_config
-from tests.trainer_runs import checkpoints, rl_config, run_rl, stats_of, tiny_policy, weights
+from tests.trainer_runs import (
+    WORKFLOW,
+    checkpoints,
+    record_rl,
+    rl_config,
+    rl_rows,
+    stats_of,
+    tiny_policy,
+    weights,
+    workflow_kwargs,
+)
 
 SPEC = "[{cpu: 1, mem: 1, env_vars: {OMP_NUM_THREADS: '1'}}]"
 ONE_THREAD = (f"critic.scheduling_spec={SPEC}", f"ref.scheduling_spec={SPEC}")
@@ -30,6 +41,20 @@ def _common(policy: str) -> tuple[str, ...]:
         "actor.recompute_logprob=true",
         "actor.gae_lambda=0.9",
         "saver.freq_steps=3",
+        "valid_dataset={path: arithmetic, type: rl, batch_size: 4, dataset_kwargs: {start: 100, size: 6}}",
+        "evaluator.freq_steps=2",
+    )
+
+
+def _run(root: Path, config: Any) -> None:
+    """To the end, with evaluation."""
+    valid = rl_rows(rl_config(root, config.actor.path, "train_dataset.dataset_kwargs={start: 100, size: 6}"))
+    record_rl(
+        config,
+        valid=valid,
+        trainer_class=PPOTrainer,
+        eval_workflow=WORKFLOW,
+        eval_workflow_kwargs=workflow_kwargs(config),
     )
 
 
@@ -37,8 +62,9 @@ def _common(policy: str) -> tuple[str, ...]:
 def inline(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Any:
     """The same run in one process."""
     torch.set_num_threads(1)
-    config = rl_config(tmp_path_factory.mktemp("inline"), policy, "native.num_threads=1", *_common(policy))
-    run_rl(config)
+    root = tmp_path_factory.mktemp("inline")
+    config = rl_config(root, policy, "native.num_threads=1", *_common(policy))
+    _run(root / "valid", config)
     return config
 
 
@@ -55,6 +81,9 @@ def _assert_same_run(config: Any, inline: Any) -> None:
         ):
             assert theirs[key] == pytest.approx(mine[key], rel=1e-3, abs=1e-4), key
         assert theirs["timeperf/critic_train_step"] > 0
+    mine, theirs = (stats_of(each)[1] for each in (inline, config))
+    for key in ("critic_loss/avg", "explained_variance", "n_valid_tokens"):
+        assert theirs[f"ppo_critic-eval/{key}"] == pytest.approx(mine[f"ppo_critic-eval/{key}"], rel=1e-3, abs=1e-4)
     for name in ("default", "critic"):
         one, other = (
             checkpoints(each)[-1].parent.parent / name / checkpoints(each)[-1].name for each in (inline, config)
@@ -77,7 +106,7 @@ def test_critic_on_ranks_of_its_own_equals_inline(
     leaving = ("enable_offload=true", "critic.offload=true", "ref.offload=true", "saver.mode=async")
     config = worker_config(tmp_path, policy, *_common(policy), *layouts, *leaving, *ONE_THREAD)
 
-    run_rl(config)
+    _run(tmp_path / "valid", config)
 
     _assert_same_run(config, inline)
     assert stats_of(config)[1]["timeperf/critic_offload"] > 0
@@ -93,6 +122,6 @@ def test_critic_and_reference_beside_the_actor_equal_inline(
     beside = [f"{role}.scheduling_strategy={placement}" for role in ("critic", "ref")]
     config = worker_config(tmp_path, policy, *_common(policy), "actor.backend='fsdp:d2'", *beside)
 
-    run_rl(config)
+    _run(tmp_path / "valid", config)
 
     _assert_same_run(config, inline)

@@ -9,15 +9,18 @@ import pytest
 
 from tests.grpo.test_grpo_recover import interrupted
 from tests.trainer_runs import (
+    WORKFLOW,
     RecordingTrainer,
     assert_same_weights,
     checkpoints,
     record_rl,
     rl_config,
+    rl_rows,
     run_rl,
     seeded,
     stats_of,
     weights,
+    workflow_kwargs,
 )
 
 CRITIC = (
@@ -108,6 +111,40 @@ def test_every_role_that_leaves_the_device_changes_no_number(plain: Any, policy:
     for one, other in zip(
         [*checkpoints(config), *critics(config)], [*checkpoints(expected), *critics(expected)], strict=True
     ):
+        assert_same_weights(one, other)
+
+
+VALID = "valid_dataset={path: arithmetic, type: rl, batch_size: 3, dataset_kwargs: {start: 100, size: 5}}"
+
+
+def test_critic_is_evaluated_on_validation_answers_and_learns_nothing_from_them(
+    plain: Any, policy: str, tmp_path: Path
+) -> None:
+    settings = (*TWO_STEPS, *CRITIC, "actor.kl_ctl=0.2", f"ref.path={policy}", "saver.freq_steps=1")
+    evaluation = (VALID, "evaluator.freq_steps=2", "evaluator.eval_before_train=true", "eval_gconfig.n_samples=2")
+    config = rl_config(tmp_path, policy, *settings, *evaluation, "enable_offload=true", "critic.offload=true")
+    valid = rl_rows(rl_config(tmp_path, policy, "train_dataset.dataset_kwargs={start: 100, size: 5}"))
+
+    away: list[bool] = []
+
+    class Watching(RecordingTrainer):
+        def _evaluate(self, *args: Any) -> None:
+            super()._evaluate(*args)
+            away.append(self.critic.engine.is_offload)
+
+    evaluated = {"eval_workflow": WORKFLOW, "eval_workflow_kwargs": workflow_kwargs(config)}
+
+    record_rl(config, valid=valid, trainer_class=Watching, **evaluated)
+
+    first, second = stats_of(config)
+    for prefix, row in (("before_train/", first), ("", second)):
+        assert row[f"{prefix}ppo_critic-eval/critic_loss/avg"] > 0
+        assert row[f"{prefix}ppo_critic-eval/explained_variance"] <= 1
+        assert row[f"{prefix}ppo_critic-eval/n_valid_tokens"] > 5 * 2
+    assert "ppo_critic-eval/critic_loss/avg" not in first  # evaluated after every second step
+    assert away == [True, True]
+    expected = critics(plain[0])
+    for one, other in zip(critics(config), expected, strict=True):
         assert_same_weights(one, other)
 
 

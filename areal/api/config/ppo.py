@@ -25,7 +25,8 @@ class NormConfig(ConfigSection):
     eps: float = opt(1e-05, "Added to the std before dividing.", ge=0)
     group_size: int = opt(
         1,
-        "Rows per group for callers that pass no group ids; the trainer groups by the prompt a row came from.",
+        "Samples that a prompt is meant to have; a group is what came from one prompt, whatever this says. Only 1 "
+        "makes a difference: groups of one are by design, and their raw value is kept instead of 0.",
         unit="rows",
         ge=1,
     )
@@ -194,6 +195,10 @@ class PPOCriticConfig(TrainEngineConfig):
 
     ppo_n_minibatches: int = opt(4, "Optimizer steps per batch.", ge=1)
     eps_clip: float = opt(0.5, "Bound of the change of a value per update.", gt=0)
+    value_loss: Literal["mse", "huber"] = opt(
+        "mse", "Error of a value d: mse is d^2/2; huber is linear beyond huber_delta."
+    )
+    huber_delta: float = opt(10.0, "Where huber becomes linear.", gt=0)
     mask_no_eos_with_zero: bool = opt(False, "As in the actor: cut-off sequences get no reward.")
 
 

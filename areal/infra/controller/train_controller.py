@@ -357,6 +357,19 @@ class CriticController(ScoringController):
         self._score(batch, key)
         return batch
 
+    def evaluate(self, tables: Sequence[Table], actor: Any) -> None:
+        """Compare values with what validation trajectories earned; ``actor`` says how rewards are shaped.
+
+        Raises:
+            TensorLostError: a worker that holds a trajectory is gone.
+        """
+        batch = self.pack(tables)
+        try:
+            self.load(batch)
+            self.ranks.call("evaluate", batch.number, actor)
+        finally:
+            self.drop(batch, even_if_not_loaded=True)
+
 
 def table_tokens(table: Table) -> int:
     """Real tokens of all sequences of a table.

@@ -5,24 +5,27 @@ the input. Called by ``PPOTrainer``.
 
     batch = critic.annotate(critic.pack(trajectories), "values")   # before actor.compute_advantages(batch)
     critic.ppo_update(batch)                                        # after it
+    critic.evaluate(validation_trajectories, config.actor)          # learns nothing
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from areal.trainer.ppo.advantages import compute_advantages
 from areal.trainer.ppo.mini_batches import mini_batches
 from areal.trainer.ppo.stats import train_scalars
 from areal.utils import stats_tracker
 from areal.utils.batch import PackedBatch, pack
 from areal.utils.errors import DataError
-from areal.utils.functional.critic_loss import critic_loss
+from areal.utils.functional.critic_loss import critic_loss, explained_variance
 
 if TYPE_CHECKING:
-    from areal.api.config.ppo import PPOCriticConfig
+    from areal.api.config.ppo import PPOActorConfig, PPOCriticConfig
     from areal.api.engine_api import TrainEngine
 
 Trajectories = list[dict[str, Any]]
@@ -92,6 +95,41 @@ class PPOCritic:
             result = self.engine.train_batch(part.batch, loss, value_tokens)
             train_scalars(tracker, result)
 
+    @torch.no_grad()
+    def evaluate(self, data: Trajectories | PackedBatch, actor: PPOActorConfig) -> None:
+        """How well the values predict what answers earn that nothing was learnt from; the weights stay as they are.
+
+        The target of a token is its return with lambda 1 and without KL: the reward to come, shaped and discounted as
+        in training. Statistics go to the tracker ``<stats_name>-eval``: ``value``, ``target_value`` and ``critic_loss``
+        (not clipped) over ``n_valid_tokens``, and ``explained_variance``. All data-parallel ranks must call.
+
+        Args:
+            data: trajectories with ``rewards``, as the sampler gives them.
+            actor: settings of the policy; says how rewards are shaped.
+        """
+        group = self.engine.data_parallel_group
+        plain = replace(
+            actor,
+            use_decoupled_loss=False,
+            recompute_logprob=False,
+            kl_ctl=0.0,
+            advantage_fn="gae",
+            gae_lambda=1.0,
+            adv_norm=None,
+        )
+        tokens = compute_advantages(self.annotate(self.pack(data)), plain, group).tokens
+        mask = tokens["loss_mask"] != 0
+        value, target = (torch.where(mask, tokens[key].float(), 0.0) for key in ("values", "returns"))
+        tracker = stats_tracker.get(f"{self.stats_name}-eval")
+        tracker.denominator(n_tokens=torch.ones_like(mask), n_valid_tokens=mask)
+        tracker.stat(
+            denominator="n_valid_tokens",
+            value=value,
+            target_value=target,
+            critic_loss=(value - target).square() / 2,
+        )
+        tracker.scalar(explained_variance=explained_variance(value, target, mask, group))
+
 
 class CriticLoss:
     """The loss callback of one update: clipped value loss of a micro-batch plus its statistics.
@@ -117,7 +155,15 @@ class CriticLoss:
         """Mean loss over the micro-batch's trained tokens; tensors are ``[T]``."""
         mask = packed_input["loss_mask"] != 0
         old, target = packed_input["values"], packed_input["returns"]
-        loss, found = critic_loss(values, old, target, mask, eps_clip=self.config.eps_clip)
+        loss, found = critic_loss(
+            values,
+            old,
+            target,
+            mask,
+            eps_clip=self.config.eps_clip,
+            kind=self.config.value_loss,
+            huber_delta=self.config.huber_delta,
+        )
         with torch.no_grad():
             clipped = found["clip_mask"] & mask
             new, old, target = (torch.where(mask, x.float(), 0.0) for x in (values, old, target))

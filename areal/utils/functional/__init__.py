@@ -12,7 +12,7 @@ from areal.utils.functional.advantages import (
     trained_from_here,
 )
 from areal.utils.functional.cispo_loss import cispo_token_losses
-from areal.utils.functional.critic_loss import CRITIC_LOSSES, critic_loss
+from areal.utils.functional.critic_loss import CRITIC_LOSSES, critic_loss, explained_variance
 from areal.utils.functional.distillation import (
     DISTILL_ESTIMATORS,
     distillation_token_losses,
@@ -50,6 +50,7 @@ __all__ = [
     "denominator",
     "distillation_token_losses",
     "dpo_loss",
+    "explained_variance",
     "gae_packed",
     "gather_logprobs",
     "gather_logprobs_entropy",

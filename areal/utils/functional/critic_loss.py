@@ -1,4 +1,4 @@
-"""The value model's clipped regression loss; called by the PPO critic for each micro-batch.
+"""The value model's clipped regression loss, and how much of the returns its values explain; called by the PPO critic.
 
 Packed 1-D ``[T]`` or padded 2-D ``[n, S]`` tensors. Values at mask == 0 reach no result.
 """
@@ -6,6 +6,7 @@ Packed 1-D ``[T]`` or padded 2-D ``[n, S]`` tensors. Values at mask == 0 reach n
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal.utils.functional.precision import at_least_float32
@@ -61,6 +62,34 @@ def critic_loss(  # noqa: PLR0913 - tensors of one formula
     loss = torch.maximum(plain, bounded)
     stats = {"loss": loss.detach(), "clip_mask": (bounded > plain).detach()}
     return loss.sum() / mask.sum().clamp(min=1), stats
+
+
+@torch.no_grad()
+def explained_variance(
+    values: Tensor, returns: Tensor, loss_mask: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """``1 - Var(R - V) / Var(R)`` over the tokens of ``loss_mask``.
+
+    1: the values are the returns, up to a constant; 0: they say no more than a constant does; below 0: they mislead.
+
+    Args:
+        values: V, any shape, float.
+        returns: R, same shape.
+        loss_mask: same shape, non-zero on tokens that count.
+        group: ranks whose tokens are taken together; all of them must call. None: these tokens alone.
+
+    Returns: float32 scalar; 0 where the returns do not vary, or nothing is masked in.
+    """
+    mask = loss_mask != 0
+    target = torch.where(mask, returns, 0.0).double()
+    error = torch.where(mask, returns - values, 0.0).double()
+    sums = torch.stack([mask.sum().double(), target.sum(), target.square().sum(), error.sum(), error.square().sum()])
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    means = sums[1:] / sums[0].clamp(min=1)
+    variance, rest = means[1] - means[0].square(), means[3] - means[2].square()
+    varies = variance > 1e-12 * means[1]
+    return torch.where(varies, 1 - rest / torch.where(varies, variance, 1.0), 0.0).float()
 
 
 def _error(d: Tensor, kind: str, delta: float) -> Tensor:
