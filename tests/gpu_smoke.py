@@ -29,8 +29,12 @@ from tests.engine_fakes import adamw, batch, build_engine, loss_fn, reference_lo
 from tests.fakes import tiny_model
 from tests.moe_fakes import save_tiny_moe
 from tests.native_helpers import assert_greedy_match, assert_logprobs_match, generate, random_prompts, request
+from tests.test_engine_shared_prefix import TREES
+from tests.test_engine_shared_prefix import build as build_tree_engine
+from tests.test_engine_shared_prefix import step as tree_step
 from tests.torchrun.feature_cells import compiled_steps
 from tests.torchrun.live_group import LiveGroup
+from tests.tree_rows import branches, packed
 
 N_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -84,6 +88,21 @@ def test_engine_in_float32_equals_plain_transformers_on_the_cpu(model_dir: str, 
     assert engine.device.type == "cuda"
     _assert_two_steps_match_the_cpu(engine, model_dir)
     engine.destroy()
+
+
+@pytest.mark.parametrize("backend", ["fsdp:d1", "archon:d1"])
+def test_tree_training_by_flex_attention_equals_every_token_computed(backend: str, model_dir: str) -> None:
+    rows = packed(branches())
+
+    shared = tree_step(build_tree_engine(model_dir, backend, **TREES), rows)
+    plain = tree_step(build_tree_engine(model_dir, backend, limit=None), rows)
+
+    assert shared[0]["tree_token_ratio"] < 0.9
+    torch.testing.assert_close(shared[2], plain[2], rtol=1e-4, atol=1e-4)
+    assert shared[3] == pytest.approx(plain[3], rel=FLOAT32_REL, abs=1e-4)
+    assert shared[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=1e-3)
+    for name, expected in plain[1].items():
+        torch.testing.assert_close(shared[1][name], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_moe_engine_in_float32_equals_plain_transformers_on_the_cpu(tmp_path: Path) -> None:

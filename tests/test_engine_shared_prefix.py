@@ -38,7 +38,8 @@ def step(engine: Any, batch: PackedBatch) -> tuple[dict[str, float], dict[str, t
 
     def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
         # Each position has a weight of its own: shared tokens must get the sum of what their sequences send.
-        weight = torch.cos(torch.arange(logprobs.shape[0]) + fields["cu_seqlens"].shape[0]) * (fields["loss_mask"] != 0)
+        place = torch.arange(logprobs.shape[0], device=logprobs.device) + fields["cu_seqlens"].shape[0]
+        weight = torch.cos(place) * (fields["loss_mask"] != 0)
         return -((logprobs + 0.1 * entropy) * weight).sum() / fields["loss_mask"].sum()
 
     def weight_fn(fields: dict[str, Any]) -> torch.Tensor:

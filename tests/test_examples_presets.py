@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,21 @@ def test_preset_differs_from_grpo_in_its_algorithm_only(name: str) -> None:
         assert key.startswith(("critic.", "ref.")) or any(
             key == one or key.startswith(f"{one}.") for one in algorithm | {"actor.sapo_tau_pos", "actor.sapo_tau_neg"}
         ), key
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_row_of_its_page_gives_file_and_source(name: str) -> None:
+    page = (FOLDER.parents[1] / "docs" / "en" / "algorithms" / "grpo.md").read_text(encoding="utf-8")
+
+    (row,) = (line for line in page.splitlines() if line.startswith("|") and f"`gsm8k_{name}.yaml`" in line)
+
+    assert re.search(r"arXiv \d{4}\.\d{5}", row)
+    for setting in PRESETS[name].keys() - {"reward_norm", "overlong_tokens", "overlong_penalty_factor"}:
+        spoken = {"overlong_reward_penalty": "overlong penalty", "max_new_tokens": "overlong penalty"}
+        if name in ("sapo", "cispo"):
+            spoken |= dict.fromkeys(("recompute_logprob", "use_decoupled_loss", "rejection_sampling"), "ecomputed")
+            spoken["eps_clip"] = "eps_clip" if name == "cispo" else ""
+        assert spoken.get(setting, setting) in row, setting
 
 
 def test_preset_files_and_table_name_the_same_algorithms() -> None:

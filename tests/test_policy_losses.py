@@ -313,6 +313,7 @@ SMOOTH_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "ppo": _ppo,
     "ppo_dual_clip": lambda x: _ppo(x, eps_clip_higher=0.3, c_clip=1.5),
     "ppo_sequence": lambda x: _ppo(x, **_sequence_ratio),
+    "ppo_rejection_mask": lambda x: _ppo(x, rejection_sampling=RejectionSamplingConfig(upper=1.2)),
     "ppo_rejection": lambda x: _ppo(x, rejection_sampling=RejectionSamplingConfig(action="clamp", upper=1.2)),
     "sapo": lambda x: sapo_token_losses(x, OLD, ADVANTAGES, TRAINED)[0],
     "sapo_sequence": lambda x: sapo_token_losses(x, OLD, ADVANTAGES, TRAINED, **_sequence_ratio)[0],
@@ -344,3 +345,13 @@ def test_cispo_gradient_in_float64_is_that_of_a_constant_weight():
 
     assert torch.autograd.gradcheck(lambda y: torch.where(TRAINED, -weight * ADVANTAGES * y, 0.0), (x,))
     torch.testing.assert_close(x.grad, torch.where(TRAINED, -weight * ADVANTAGES, 0.0), rtol=1e-12, atol=0)
+
+
+def test_pure_distillation_gradient_in_float64_is_that_of_a_constant_gap():
+    x = START.clone().requires_grad_()
+    gap = OTHER - START
+
+    pure_distillation_token_losses(x, OTHER, OLD, TRAINED).sum().backward()
+
+    assert torch.autograd.gradcheck(lambda y: torch.where(TRAINED, -(y - OLD).exp() * gap, 0.0), (x,))
+    torch.testing.assert_close(x.grad, torch.where(TRAINED, -(START - OLD).exp() * gap, 0.0), rtol=1e-12, atol=0)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from areal.api.cli_args import ConfigError, MicroBatchSpec, OptimizerConfig, PPOActorConfig, RejectionSamplingConfig
+from areal.api.cli_args import (
+    ConfigError,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    RejectionSamplingConfig,
+)
 from areal.api.config.ppo import TeacherConfig
 from areal.trainer.ppo.actor import ActorLoss, PPOActor
 from areal.trainer.ppo.advantages import AdvantageInput, AdvantageOutput, NonFiniteInputError, compute_advantages
@@ -291,6 +298,19 @@ def test_overlong_filter_all_cut_off_skips_the_step(model_dir):
     assert torch.equal(parameters(actor), before)
     assert stats["ppo_actor/update/update_successful"] == 0
     assert stats["ppo_actor/response_len/avg"] > 0
+    assert all(value == value for value in stats.values())
+
+
+@pytest.mark.parametrize("settings", [{"reward_norm": GROUP}, {"adv_norm": NormConfig()}, {"loss_fn": "cispo"}])
+def test_mask_no_eos_with_zero_all_cut_off_changes_nothing(model_dir, settings):
+    actor = build_actor(model_dir, mask_no_eos_with_zero=True, ppo_n_minibatches=1, **settings)
+    before = parameters(actor)
+
+    stats = run_step(actor, cut_off(0, 1, 2, 3))
+
+    assert torch.equal(parameters(actor), before)  # nobody earned anything, hence nobody is better than another
+    assert stats["ppo_actor/no_eos_ratios/avg"] == 1
+    assert stats["ppo_actor/final_reward/max"] == 0
     assert all(value == value for value in stats.values())
 
 

@@ -90,6 +90,44 @@ def test_docs_workflow_block_makes_a_valid_trajectory():
     check_trajectory(trajectory)
 
 
+def test_readme_table_of_algorithms_names_files_that_exist_and_sources():
+    def exists(name):
+        return (ROOT / name).exists() if "/" in name else any(ROOT.glob(f"examples/*/{name}"))
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| algorithm .*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M)
+    missing, without_source = [], []
+    for row in table.splitlines():
+        _, name, example, tests, source, _ = (cell.strip() for cell in row.split("|"))
+        for word in re.findall(r"`([^`]+(?:\.py|\.yaml|/))`", example + tests):
+            start, names, rest = re.fullmatch(r"([^{]*)\{?([^}]*)\}?(.*)", word).groups()
+            missing += [f"{name}: {start}{n}{rest}" for n in names.split(",") if not exists(f"{start}{n}{rest}")]
+        if not re.search(r"\d{4}\.\d{5}|\(\d{4}\)|\]\(", source) and not name.startswith("supervised"):
+            without_source.append(name)
+
+    assert len(table.splitlines()) > 10
+    assert missing == []
+    assert without_source == []
+
+
+def test_docs_links_lead_to_pages_and_headings_that_exist():
+    def headings(page):
+        found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+        return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+    broken = []
+    for page in [*PAGES, *(ROOT / name for name in OTHER_PAGES)]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in link:
+                continue
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in headings(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+
+    assert broken == []
+
+
 def test_docs_shell_blocks_name_files_and_commands_that_exist():
     help_text = subprocess.run(
         [sys.executable, "-m", "areal.cli", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -95,6 +95,7 @@ def test_train_lm_lowers_the_loss_and_logs(model_dir):
     assert stats["sft/n_tokens"] == 5 * 12
     assert stats["sft/prompt_tokens"] == 5 * 5
     assert {"sft/loss/avg", "sft/ppl/avg", "sft/grad_norm", "sft/lr"} <= stats.keys()
+    assert stats["sft/vocab_min_logits/avg"] < stats["sft/vocab_max_logits/avg"]
 
 
 def test_train_lm_does_not_depend_on_the_micro_batch_cut_or_the_input_form(model_dir):
