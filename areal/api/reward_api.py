@@ -3,7 +3,7 @@
 ``await AsyncRewardWrapper(fn)(prompt, completion, prompt_ids, completion_ids, **row) -> float``. Where it runs:
 
 =========================================  ===========================================================================
-``async def`` function                     in the event loop, under the time limit
+``async def`` function or ``__call__``     in the event loop, under the time limit
 ``fn.areal_inline`` true, or               right here: for functions that take microseconds and cannot hang; no limit is
 ``max_workers=0``                          enforced. This is what makes hundreds of small rewards per step cheap
 any function that can be pickled           in a process pool shared by all wrappers with the same ``max_workers``
@@ -38,6 +38,8 @@ from areal.utils.process_pool import (
 
 logger = logging.getLogger("Reward")
 
+DEFAULT_TIMEOUT_S = 15.0
+
 RewardFn = Callable[..., Any]
 
 
@@ -71,7 +73,8 @@ class AsyncRewardWrapper:
 
     Args:
         reward_fn: returns a number.
-        timeout_seconds: limit of one call, counted from when it starts to run.
+        timeout_seconds: limit of one call, counted from when it starts to run; None: the function's
+            ``areal_timeout_s`` where it has one, else 15.
         max_workers: processes of the shared pool; None: half of the CPUs per device, at least 2; 0: run inline.
         max_retries: further attempts after a call raised or its process died. A call that ran too long, or returned no
             number, is not tried again.
@@ -82,10 +85,16 @@ class AsyncRewardWrapper:
     """
 
     def __init__(
-        self, reward_fn: RewardFn, timeout_seconds: float = 15, max_workers: int | None = None, max_retries: int = 3
+        self,
+        reward_fn: RewardFn,
+        timeout_seconds: float | None = None,
+        max_workers: int | None = None,
+        max_retries: int = 3,
     ) -> None:
         if not callable(reward_fn):
             raise TypeError(f"reward_fn is a {type(reward_fn).__name__}; it must be callable")
+        if timeout_seconds is None:
+            timeout_seconds = getattr(reward_fn, "areal_timeout_s", DEFAULT_TIMEOUT_S)
         if timeout_seconds <= 0 or max_retries < 0 or (max_workers is not None and max_workers < 0):
             raise ValueError(
                 f"timeout_seconds={timeout_seconds} must be > 0, max_retries={max_retries} and "

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal.dataset.rows import RowDict
 from areal.utils.errors import DataError
-from areal.utils.hf_utils import apply_chat_template
+from areal.utils.hf_utils import apply_chat_template, end_of_turn
 
 _MARKED = "{% generation", "{%- generation"  # a template that says itself what the assistant generates
 
@@ -54,15 +54,6 @@ def check_messages(messages: Any, where: str) -> None:
     fits = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages)
     if not fits or not messages:
         raise DataError(f"{where}: messages must be a list of objects with role and content")
-
-
-def end_of_turn(tokenizer: Any, ids: list[int]) -> int:
-    """Length of ``ids`` without the white space that a template writes after the special token that ends a turn."""
-    special = set(tokenizer.all_special_ids)
-    last = next((i for i in reversed(range(len(ids))) if ids[i] in special), None)
-    if last is None or tokenizer.decode(ids[last + 1 :]).strip():
-        return len(ids)
-    return last + 1
 
 
 def _prefix(tokenizer: Any, messages: Sequence[RowDict], whole: list[int], where: str, **options: Any) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal.dataset.chat import check_messages, end_of_turn
+from areal.dataset.chat import check_messages
 from areal.dataset.rows import (
     DatasetRequest,
     RowDataset,
@@ -29,7 +29,7 @@ from areal.dataset.rows import (
 )
 from areal.utils import logging
 from areal.utils.errors import DataError
-from areal.utils.hf_utils import apply_chat_template
+from areal.utils.hf_utils import apply_chat_template, end_of_turn
 
 logger = logging.getLogger("Dataset")
 

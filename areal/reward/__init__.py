@@ -3,7 +3,7 @@
 ``prompt`` and ``completions`` are decoded with their special tokens; ``columns`` are the other columns of the dataset
 row. ``resolve_reward_fn`` accepts a function, a class or an import string; ``get_custom_reward_fn`` finds a built-in
 one by the dataset's path. Functions must be picklable, as they run in a process pool, unless they carry ``areal_inline
-= True``.
+= True``. A trained reward model is :class:`areal.reward.reward_model.RewardModel`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from areal.utils.registry import Registry, lazy_exports
 __all__ = [  # noqa: F822 - some are resolved lazily
     "REWARDS",
     "MathVerifyWorker",
+    "RewardModel",
     "get_custom_reward_fn",
     "get_math_verify_worker",
     "resolve_reward_fn",
@@ -39,6 +40,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "MathVerifyWorker": "areal.reward.math_answer.MathVerifyWorker",
         "get_math_verify_worker": "areal.reward.math_answer.get_math_verify_worker",
+        "RewardModel": "areal.reward.reward_model.RewardModel",
     },
 )
 
@@ -67,7 +69,8 @@ def get_custom_reward_fn(path: str, **kwargs: Any) -> RewardFn:
 def resolve_reward_fn(reward: Any) -> RewardFn:
     """The callable behind a reward given as function, object, class, import string or name of a built-in one.
 
-    A class is instantiated without arguments; the instance must be callable.
+    A class is instantiated without arguments; the instance must be callable. An object with a method ``areal_prepare``
+    loads here what its calls need.
 
     Raises:
         ConfigError: it is not callable.
@@ -81,5 +84,8 @@ def resolve_reward_fn(reward: Any) -> RewardFn:
         raise ConfigError(
             f"reward_fn={source!r} is not callable: give a function, a class with __call__, or an import string"
         )
+    prepare = getattr(reward, "areal_prepare", None)
+    if prepare is not None:
+        prepare()
     resolved: RewardFn = reward
     return resolved

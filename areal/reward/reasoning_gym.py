@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from areal.reward.completion import without_end_tokens
 from areal.reward.math_answer import last_boxed
 from areal.utils.optional import import_extra
 
-_TRAILING_TOKENS = re.compile(r"(?:\s*<[^<>\s]{1,40}>)+\s*$")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -39,7 +39,7 @@ def extract_text_answer(completion: str) -> str | None:
         return tagged[-1].strip() or None
     if "\\boxed" in completion:
         return last_boxed(completion)
-    return _TRAILING_TOKENS.sub("", completion.rpartition("</think>")[2]).strip() or None
+    return without_end_tokens(completion.rpartition("</think>")[2]).strip() or None
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,8 @@ and travel between processes unchanged.
 
     ArealError
     |-- ConfigError               ValueError            a setting is unknown, out of range or contradicts another
-    |   `-- UnsupportedFeatureError  NotImplementedError   a valid setting whose feature this build cannot run
+    |   |-- UnsupportedFeatureError  NotImplementedError   a valid setting whose feature this build cannot run
+    |   `-- VocabularyError     ValueError            two models give token ids different meanings
     |-- DataError                 ValueError            a record, batch or file content is not what it should be
     |   `-- TrajectoryError       ValueError            a workflow returned a malformed trajectory
     |-- WorkflowError             RuntimeError          user code of an episode failed
@@ -39,6 +40,10 @@ class ConfigError(ArealError, ValueError):
 
 class UnsupportedFeatureError(ConfigError, NotImplementedError):
     """A well-formed setting asks for a feature that this build or device cannot run; the message names it."""
+
+
+class VocabularyError(ConfigError):
+    """Two models that read the same token ids give them different meanings."""
 
 
 class DataError(ArealError, ValueError):

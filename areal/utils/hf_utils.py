@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from areal.utils import logging
-from areal.utils.errors import DataError
+from areal.utils.errors import DataError, VocabularyError
 
 logger = logging.getLogger("Tokenizer")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "tokenizer.model")
+_DIFFERING_SHOWN = 3  # tokens in a message
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -127,3 +128,48 @@ def apply_chat_template(
     if ids and not isinstance(ids[0], int):  # some tokenizers return a batch of one
         ids = ids[0]
     return [int(i) for i in ids]
+
+
+def end_of_turn(tokenizer: Any, ids: list[int]) -> int:
+    """Length of ``ids`` without the white space that a template writes after the special token that ends a turn."""
+    special = set(tokenizer.all_special_ids)
+    last = next((i for i in reversed(range(len(ids))) if ids[i] in special), None)
+    if last is None or tokenizer.decode(ids[last + 1 :]).strip():
+        return len(ids)
+    return last + 1
+
+
+def require_same_vocabulary(tokenizer: Any, other: str, where: str) -> None:
+    """Refuse another model's tokenizer whose token ids mean something else; it may know more tokens.
+
+    Args:
+        tokenizer: whose every token must have the same id there.
+        other: directory or hub id of the other tokenizer.
+        where: names the other model in the message.
+
+    Raises:
+        VocabularyError: names the first tokens that differ, or why they cannot be compared.
+    """
+    try:
+        theirs = load_hf_tokenizer(other).get_vocab()
+    except DataError as exc:
+        raise VocabularyError(
+            f"{where}: its vocabulary cannot be compared with the policy's: {exc}. Put tokenizer.json beside it"
+        ) from exc
+    own = tokenizer.get_vocab()
+    if not own.keys() & theirs.keys():  # without its files some kinds of tokenizers load as empty ones
+        raise VocabularyError(
+            f"{where}: its vocabulary cannot be compared with the policy's: the tokenizer found there has "
+            f"{len(theirs)} tokens, none of them the policy's. Put tokenizer.json beside it, or use a model of the "
+            "policy's family"
+        )
+    differing = sorted((index, token) for token, index in own.items() if theirs.get(token) != index)
+    if differing:
+        examples = ", ".join(
+            f"{token!r} is {index} here and {theirs.get(token, 'absent')} there"
+            for index, token in differing[:_DIFFERING_SHOWN]
+        )
+        raise VocabularyError(
+            f"{where} has another vocabulary than the policy: {len(differing)} of {len(own)} tokens differ "
+            f"({examples}). Only probabilities of the same ids can be compared: use a model of the policy's family"
+        )
