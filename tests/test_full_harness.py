@@ -19,7 +19,7 @@ from tests.full.cell import ROOT, Cell
 from tests.full.chaos import draw
 from tests.full.chaos_faults import FAULTS, Attempt, FaultPlan, expected_counts
 from tests.full.kill_child import OperationCounter
-from tests.full.presets import PRESETS
+from tests.full.presets import PAIR_PRESETS, PRESETS
 from tests.full.runner import Runner, select
 from tests.full.table import OTHER_CELLS, SEEDS, build_table
 
@@ -41,7 +41,7 @@ def test_table_has_the_suite_every_preset_scheduler_and_backend_and_twenty_seeds
     assert {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)} == {
         "tests": 1,
         "checkpoint": 2,
-        "accuracy": 1 + len(PRESETS),
+        "accuracy": 1 + len(PRESETS) + len(PAIR_PRESETS),
         "scheduler": 3,
         "backend": 7,
         "chaos": 20,

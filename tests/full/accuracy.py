@@ -21,7 +21,7 @@ from areal.dataset import get_custom_dataset
 from areal.utils import fs
 from areal.utils.stats_logger import StatsLogger, read_stats
 from tests.full.cell import ROOT, CellContext
-from tests.full.presets import PRESETS, STEPS, Preset
+from tests.full.presets import GAIN, PRESETS, STEPS, Preset
 
 SEED = 1
 HELD_OUT = 512
@@ -91,6 +91,8 @@ def run_preset(context: CellContext, preset: str) -> None:
         "sequences_per_second": round(sum(row["ppo_actor/n_seqs"] for row in rows) / seconds),
     }
     context.expect(accuracy >= settings.bar, f"greedy accuracy {accuracy:.1%} is below {settings.bar:.0%}")
+    gain = accuracy - start.accuracy
+    context.expect(gain >= GAIN, f"{100 * gain:.1f} points over the warm start, fewer than {100 * GAIN:.0f}")
     context.expect(len(rows) == STEPS, f"{len(rows)} of {STEPS} steps in stats.jsonl")
     context.expect(oldest <= settings.eta, f"samples of age {oldest:g} at eta={settings.eta}")
     if settings.eta > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.full.cell import Cell
-from tests.full.presets import PRESETS
+from tests.full.presets import PAIR_PRESETS, PRESETS
 
 SEEDS = 20
 SCHEDULERS = ("local", "ray", "slurm")
@@ -34,6 +34,10 @@ def build_table(seeds: int = SEEDS) -> list[Cell]:
         *(
             Cell(f"accuracy/{name}", "accuracy", "tests.full.accuracy.run_preset", {"preset": name}, limit_s=900)
             for name in PRESETS
+        ),
+        *(
+            Cell(f"accuracy/{name}", "accuracy", "tests.full.preference.run", {"preset": name}, limit_s=600)
+            for name in PAIR_PRESETS
         ),
         *(
             Cell(f"scheduler/{name}", "scheduler", "tests.full.schedulers.run", {"scheduler": name}, limit_s=1800)
