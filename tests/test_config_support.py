@@ -78,7 +78,10 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
         ({"critic": {"optimizer": {}, "mask_no_eos_with_zero": True}}, "critic.mask_no_eos_with_zero=true"),
         ({"critic": {"optimizer": {}, "use_lora": True}}, "critic.use_lora"),
         ({"critic": {"optimizer": {}, "offload": True}}, "critic.offload=true: models leave"),
-        ({"teacher": {"backend": "fsdp:d1", "path": "x"}}, "teacher"),
+        ({"teacher": {"backend": "megatron:d1", "path": "x"}}, "teacher.backend=megatron:d1"),
+        ({"teacher": {"backend": "fsdp:d1", "path": ""}}, "teacher.path=''"),
+        ({"teacher": {"path": "x", "is_critic": True}}, "teacher.is_critic"),
+        ({"teacher": {"path": "x", "offload": True}}, "teacher.offload=true: models leave"),
         ({"allocation_mode": "fsdp:d1"}, "allocation_mode"),
         ({"memory_profiler": {}}, "memory_profiler"),
         ({"rollout": {"backend": "vllm:d1"}}, "rollout.backend=vllm:d1"),
@@ -127,12 +130,13 @@ def test_check_supported_names_all_settings_at_once() -> None:
     assert keys == ["memory_profiler", "actor.use_lora", "rollout.backend"]
 
 
-def test_check_supported_critic_and_roles_that_leave_pass() -> None:
+def test_check_supported_critic_teacher_and_roles_that_leave_pass() -> None:
     config = _changed(
         enable_offload=True,
         actor={"offload": True},
         critic={"optimizer": {}, "offload": True},
         ref={"backend": "fsdp:d1", "path": "m", "offload": True},
+        teacher={"backend": "fsdp:d1", "path": "m", "offload": True},
     )
 
     assert unsupported(config) == []
@@ -226,3 +230,15 @@ def test_advice_loss_settings_of_a_dpo_reference_have_no_effect() -> None:
 
     assert about_ref() == about_ref(beta=0.3) == []
     assert about_ref(beta=0.2) == ["ref.beta=0.2 has no effect: the loss reads actor.beta"]
+
+
+@pytest.mark.parametrize("role", ["ref", "teacher"])
+def test_advice_optimizer_of_a_model_that_is_only_scored_has_no_effect(role: str) -> None:
+    from areal.api.config.advice import advise
+
+    section = {"backend": "fsdp:d1", "path": "m", "optimizer": {}}
+    config = _changed(actor={"kl_ctl": 0.1}, **{role: section})
+
+    assert [message for message in advise(config) if "optimizer" in message] == [
+        f"{role}.optimizer takes memory and has no effect: this model is not trained; set it to null"
+    ]

@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlong_penalty_factor": 1.0,
         "max_new_tokens": 4096,
     },
+    "distill": {},
     "sapo": {
         "eps_clip": 0.2,  # the default, which SAPO does not read
         "use_sapo_loss": True,
@@ -95,6 +96,7 @@ def test_preset_sets_what_its_algorithm_says(name: str) -> None:
     assert config.dynamic_bs == (name == "dapo")
     assert (config.critic is not None) == (name == "ppo")
     assert (config.ref is not None) == name.startswith("reinforce")
+    assert (config.teacher is not None) == (name == "distill")
 
 
 def test_preset_ppo_trains_a_critic_of_its_own_settings() -> None:
@@ -104,6 +106,15 @@ def test_preset_ppo_trains_a_critic_of_its_own_settings() -> None:
     assert config.critic.eps_clip == 0.5
     assert config.critic.optimizer == config.actor.optimizer
     assert config.critic.backend == config.actor.backend
+
+
+def test_preset_distill_has_a_larger_teacher_that_takes_turns() -> None:
+    config, _ = load_expr_config(["--config", str(FOLDER / "gsm8k_distill.yaml")], GRPOConfig)
+
+    assert (config.teacher.rl_loss_weight, config.teacher.distill_estimator) == (1.0, "k2")
+    assert config.teacher.path != config.actor.path
+    assert config.teacher.offload
+    assert config.enable_offload
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -121,10 +132,11 @@ def test_preset_differs_from_grpo_in_its_algorithm_only(name: str) -> None:
 
     changed = {key for key in base.keys() | preset.keys() if base.get(key) != preset.get(key)}
 
-    allowed = {"experiment_name", "dynamic_bs", "gconfig.max_new_tokens", "actor.path"}  # the last three: DAPO
+    # The three in the middle: DAPO; the last one: the teacher takes turns.
+    allowed = {"experiment_name", "dynamic_bs", "gconfig.max_new_tokens", "actor.path", "enable_offload"}
     algorithm = {f"actor.{key}" for key in PRESETS[name]}
     for key in changed - allowed:
-        assert key.startswith(("critic.", "ref.")) or any(
+        assert key.startswith(("critic.", "ref.", "teacher.")) or any(
             key == one or key.startswith(f"{one}.") for one in algorithm | {"actor.sapo_tau_pos", "actor.sapo_tau_neg"}
         ), key
 

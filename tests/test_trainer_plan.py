@@ -103,14 +103,16 @@ def test_dry_run_lists_every_refusal(
     assert "the run can start" not in printed
 
 
-def test_dry_run_with_a_critic_shows_its_memory(
+def test_dry_run_with_a_critic_and_a_teacher_shows_their_memory(
     dry_run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl_config(tmp_path, model, "critic={optimizer: {lr: 1.0e-3}}")
+    config = rl_config(tmp_path, model, "critic={optimizer: {lr: 1.0e-3}}", f"teacher={{path: '{model}'}}")
     with pytest.raises(SystemExit) as stopped:
         PPOTrainer(config, train_dataset=rl_rows(config))
     assert stopped.value.code == 0
-    assert "memory of critic: about" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "memory of critic: about" in printed
+    assert "memory of teacher: about" in printed
 
 
 def test_dry_run_without_the_model_still_shows_the_rest(

@@ -22,6 +22,7 @@ from areal.infra.scheduler.inline import InlineScheduler
 from areal.infra.weight_update import WeightUpdater
 from areal.trainer.ppo.actor import PPOActor
 from areal.trainer.ppo.critic import PPOCritic
+from areal.trainer.ppo.teacher import Teacher
 from areal.trainer.roles import TRAIN_ENGINES
 from areal.utils import logging
 from areal.utils.errors import EngineError, UnsupportedFeatureError
@@ -56,6 +57,12 @@ class RLParts:
     rollout: RolloutParts
     weights: WeightUpdater
     critic: PPOCritic | None = None
+    teacher: Teacher | None = None
+
+    def roles(self) -> dict[str, Any]:
+        """Every role that computes on batches, by its section of the config; the actor comes last."""
+        found = {"ref": self.ref, "critic": self.critic, "teacher": self.teacher, "actor": self.actor}
+        return {name: role for name, role in found.items() if role is not None}
 
     def engines(self) -> dict[str, TrainEngine]:
         """Engines that learn, whose state a recover point holds, by checkpoint name."""
@@ -150,7 +157,7 @@ def build_rollout(
 
 
 def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer: Any) -> RLParts | RemoteRLParts:
-    """Actor, critic, reference model (only with a KL term), rollout and the weight path between them.
+    """Actor, critic, teacher, reference model (only with a KL term), rollout and the weight path between them.
 
     Everything is hosted by ``scheduler``; if the building fails, the caller deletes the workers.
     """
@@ -166,6 +173,9 @@ def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer
     critic = None
     if config.critic is not None:
         critic = PPOCritic(config.critic, build_train_engine(scheduler, "critic", config.critic, ft_spec))
+    teacher = None
+    if config.teacher is not None:
+        teacher = Teacher(config.teacher, build_train_engine(scheduler, "teacher", config.teacher, ft_spec))
     rollout = build_rollout(scheduler, config, tokenizer, engine)
     publisher = InProcessPublisher(engine.named_full_tensors, rollout.sampler)
     followers: list[InferenceEngine | TrainEngine] = [rollout.train, rollout.eval, engine]
@@ -174,7 +184,7 @@ def build_rl(scheduler: Any, config: PPOConfig, ft_spec: FinetuneSpec, tokenizer
     weights = WeightUpdater(publisher, [rollout.sampler], followers)
     engine.connect_engine(rollout.train, WeightUpdateMeta(type="inproc"))
     engine.attach_weight_updater(weights)
-    return RLParts(actor, ref, rollout, weights, critic)
+    return RLParts(actor, ref, rollout, weights, critic, teacher)
 
 
 def build_learner(

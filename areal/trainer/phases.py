@@ -15,6 +15,7 @@ _CATEGORIES = {
     "eval": Category.SCHEDULER,
     "critic_values": Category.COMPUTE,
     "ref_logp": Category.COMPUTE,
+    "teacher_logp": Category.COMPUTE,
     "recompute_logp": Category.COMPUTE,
     "compute_advantage": Category.COMPUTE,
     "train_step": Category.COMPUTE,

@@ -114,11 +114,12 @@ def add_memory(plan: RunPlan, config: Any) -> RunPlan:
     if ref is not None and not reference_free and getattr(config.actor, "kl_ctl", 1) > 0:  # DPO has no KL term
         n_reference, _ = count_parameters(ref.path)
         plan.memory_gib["ref"] = train_memory_gib(ref, n_reference, world_size)
-    critic = getattr(config, "critic", None)
-    if critic is not None:
-        n_critic, _ = count_parameters(critic.path)
-        ranks = ModelAllocation.from_str(critic.backend).parallel.world_size
-        plan.memory_gib["critic"] = train_memory_gib(critic, n_critic, ranks)
+    for name in ("critic", "teacher"):
+        role = getattr(config, name, None)
+        if role is not None:
+            n_role, _ = count_parameters(role.path)
+            ranks = ModelAllocation.from_str(role.backend).parallel.world_size
+            plan.memory_gib[name] = train_memory_gib(role, n_role, ranks)
     if hasattr(config, "native") and hasattr(config, "rollout") and config.rollout.backend.startswith("native"):
         plan.memory_gib["rollout"] = sampler_memory_gib(config, n_parameters, model_config)
     return plan

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 PPO_WORKER = "areal.trainer.role_worker.PPOActorWorker"
 CRITIC_WORKER = "areal.trainer.role_worker.PPOCriticWorker"
+TEACHER_WORKER = "areal.trainer.role_worker.TeacherWorker"
 
 
 @dataclass
@@ -53,15 +54,20 @@ class RemoteRLParts:
     weights: WeightUpdater
     publisher: RemotePublisher | None = None
     critic: CriticController | None = None
+    teacher: ScoringController | None = None
 
     def engines(self) -> dict[str, Any]:
         """Engines that learn, whose state a recover point holds, by checkpoint name."""
         engines = {"default": self.actor.engine}
         return engines if self.critic is None else {**engines, "critic": self.critic.engine}
 
-    def roles(self) -> list[TrainController]:
-        """Every role that computes on batches; the actor, which sees the results of the others, comes last."""
-        return [role for role in (self.ref, self.critic, self.actor) if role is not None]
+    def roles(self) -> dict[str, TrainController]:
+        """Every role that computes on batches, by its section of the config; the actor, which sees the results of the
+        others, comes last.
+        """
+        found: dict[str, TrainController | None] = {"ref": self.ref, "critic": self.critic, "teacher": self.teacher}
+        found["actor"] = self.actor
+        return {name: role for name, role in found.items() if role is not None}
 
     def share_targets(self, batch: RemoteBatch) -> RemoteBatch:
         """Make what came with the advantages known to the critic."""
@@ -74,7 +80,7 @@ class RemoteRLParts:
             TensorLostError: a rollout worker that holds a trajectory has died since.
         """
         batch = self.actor.pack([ref.data for ref in refs])
-        roles = self.roles()
+        roles = self.roles().values()
         try:
             for role in roles:
                 role.load(batch)
@@ -102,7 +108,7 @@ class RemoteRLParts:
         if self.publisher is not None:
             self.publisher.close()  # a worker that returns may be waiting for the next update
         self.rollout.destroy()
-        for role in reversed(self.roles()):
+        for role in reversed(self.roles().values()):
             role.destroy()
 
 
@@ -146,7 +152,8 @@ def role_spec(role: str, config: TrainEngineConfig, worker: str, env: dict[str, 
 
 
 def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: FinetuneSpec) -> RemoteRLParts:
-    """Ranks of actor, critic and reference (only with a KL term), rollout workers and the weight path between them.
+    """Ranks of actor, critic, teacher and reference (only with a KL term), rollout workers and the weight path between
+    them.
 
     All processes are started first and come up together. If the building fails, the caller deletes the workers.
     """
@@ -161,12 +168,15 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
     critic = None
     if config.critic is not None:
         critic = CriticController(scheduler, role_spec("critic", config.critic, CRITIC_WORKER, env["train"]))
+    teacher = None
+    if config.teacher is not None:
+        teacher = ScoringController(scheduler, role_spec("teacher", config.teacher, TEACHER_WORKER, env["train"]))
     rollout = build_rollout_controller(scheduler, config, layout, env["rollout"])
-    parts = RemoteRLParts(actor, ref, rollout, None, critic=critic)  # type: ignore[arg-type]  # set below
+    parts = RemoteRLParts(actor, ref, rollout, None, critic=critic, teacher=teacher)  # type: ignore[arg-type]  # below
     try:
         starts: list[Callable[[], None]] = [rollout.initialize]
         hosts: dict[tuple[str, ...], list[TrainController]] = {}
-        for role in (actor, *parts.roles()[:-1]):
+        for role in sorted(parts.roles().values(), key=lambda role: role is not actor):  # it comes first
             hosts.setdefault(tuple(role.ranks.worker_ids), []).append(role)
         starts += [partial(_start_in_turn, roles, ft_spec) for roles in hosts.values()]
         with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as threads:  # they come up together
@@ -187,7 +197,7 @@ def _check_shared_processes(config: PPOConfig) -> None:
         ConfigError: they do not.
     """
     actor = ModelAllocation.from_str(config.actor.backend, name="actor").parallel
-    for name, role in (("critic", config.critic), ("ref", config.ref)):
+    for name, role in (("critic", config.critic), ("ref", config.ref), ("teacher", config.teacher)):
         if role is None or role.scheduling_strategy.type != "colocation" or role.scheduling_strategy.fork:
             continue
         own = ModelAllocation.from_str(role.backend, name=name).parallel

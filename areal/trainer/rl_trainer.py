@@ -15,6 +15,7 @@ from areal.infra.rpc.errors import TensorLostError
 from areal.trainer.builder import build_rl
 from areal.trainer.diagnostics import start_diagnostics
 from areal.trainer.follower import follow
+from areal.trainer.ppo.teacher import check_vocabulary
 from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
 from areal.trainer.turns import Turns
 from areal.trainer.weight_probe import build_weight_probe
@@ -59,14 +60,15 @@ class PPOTrainer(ClosingRun):
         self.loader, self.valid_loader = setup.loader, setup.valid_loader
         self.plan, self.tokenizer, self.hooks, self.phase = setup.plan, setup.tokenizer, setup.hooks, setup.phase
         with closing_if_it_fails(self.hooks):
+            check_vocabulary(config, self.tokenizer)
             self.scheduler = build_scheduler(config)
         with self.closing_on_error():
             diagnostics = start_diagnostics(self.hooks, self.scheduler)
             self.parts = build_rl(self.scheduler, config, setup.ft_spec, self.tokenizer)
-            self.actor, self.critic, self.ref = self.parts.actor, self.parts.critic, self.parts.ref
+            self.actor, self.critic = self.parts.actor, self.parts.critic
+            self.ref, self.teacher = self.parts.ref, self.parts.teacher
             self.weights = self.parts.weights
-            roles = {"actor": self.actor, "critic": self.critic, "ref": self.ref}
-            engines = {name: role.engine for name, role in roles.items() if role is not None}
+            engines = {name: role.engine for name, role in self.parts.roles().items()}
             self.turns = Turns(config, engines, self.phase)
             self.rollout, self.eval_rollout = self.parts.rollout.train, self.parts.rollout.eval
             for rollout in (self.rollout, self.eval_rollout):
@@ -180,7 +182,7 @@ class PPOTrainer(ClosingRun):
                 group_size=self.config.gconfig.n_samples,
                 dynamic_bs=self.config.dynamic_bs,
             )
-            if len(refs) < max(role.least_rows for role in (self.actor, self.critic, self.ref) if role is not None):
+            if len(refs) < max(role.least_rows for role in self.parts.roles().values()):
                 return refs, None
             try:
                 return refs, self.parts.claim(refs)
@@ -194,11 +196,13 @@ class PPOTrainer(ClosingRun):
             self.turns.bring("critic")
             with self.phase("critic_values"):
                 batch = self.critic.annotate(batch, "values")
-        if self.ref is not None:
-            self.turns.bring("ref")
-            with self.phase("ref_logp"):
-                batch = self.ref.annotate(batch, "ref_logp")
-            self.turns.send("ref")
+        for name, scorer in (("ref", self.ref), ("teacher", self.teacher)):
+            if scorer is None:
+                continue
+            self.turns.bring(name)
+            with self.phase(f"{name}_logp"):
+                batch = scorer.annotate(batch, f"{name}_logp")
+            self.turns.send(name)
         self.turns.bring("actor")
         if self.actor.should_compute_prox_logp():
             with self.phase("recompute_logp"):

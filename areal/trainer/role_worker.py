@@ -147,6 +147,9 @@ class BatchWorker(RoleWorker):
         score: its results for a list of tables, one ``[n, S]`` each.
     """
 
+    _beside: Mapping[str, Any] = {}
+    """Values that every table gets with the column that :meth:`score` computes."""
+
     def __init__(self, config: Any, engine: TrainEngine, role: Any, score: Callable[..., Any]) -> None:
         super().__init__(config, engine)
         self._role, self._score = role, score
@@ -182,7 +185,7 @@ class BatchWorker(RoleWorker):
     def score(self, number: int, key: str) -> list[RTensor]:
         """Log-probs (values) under the current weights as a stored column ``key`` per table, in the share's order."""
         self._batch(number)
-        return [store_table({key: column}) for column in self._score(self._tables[number])]
+        return [store_table({key: column, **self._beside}) for column in self._score(self._tables[number])]
 
     @remote(idempotent=True)
     def drop(self, number: int) -> None:
@@ -254,3 +257,14 @@ class PPOCriticWorker(BatchWorker):
     def evaluate(self, number: int, actor: PPOActorConfig) -> None:
         """See :meth:`areal.trainer.ppo.critic.PPOCritic.evaluate`; every rank is called."""
         self.critic.evaluate(self._batch(number), actor)
+
+
+class TeacherWorker(BatchWorker):
+    """A teacher on one rank."""
+
+    def __init__(self, config: Any, engine: TrainEngine) -> None:
+        from areal.trainer.ppo.teacher import Teacher
+
+        teacher = Teacher(config, engine)
+        super().__init__(config, engine, teacher, teacher.compute_logp)
+        self._beside = config.loss_settings()

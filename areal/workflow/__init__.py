@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from areal.workflow.grouped import GroupedRolloutWorkflow
     from areal.workflow.multi_turn import MultiTurnWorkflow
     from areal.workflow.rlvr import RLVRWorkflow
+    from areal.workflow.taught import TaughtWorkflow
 
 _LAZY = {
     "GroupedRolloutWorkflow": "areal.workflow.grouped",
     "MultiTurnWorkflow": "areal.workflow.multi_turn",
     "RLVRWorkflow": "areal.workflow.rlvr",
+    "TaughtWorkflow": "areal.workflow.taught",
 }
 
-__all__ = ["GroupedRolloutWorkflow", "MultiTurnWorkflow", "RLVRWorkflow"]
+__all__ = ["GroupedRolloutWorkflow", "MultiTurnWorkflow", "RLVRWorkflow", "TaughtWorkflow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -87,6 +87,7 @@ def answers_differ(group: dict[str, Any]) -> bool:
         "cispo",
         "grpo",
         "ppo",
+        "distill",
     ],
 )
 def test_example_file_two_steps_finite_and_learning(name: str, policy: str, tmp_path: Path) -> None:
@@ -100,6 +101,9 @@ def test_example_file_two_steps_finite_and_learning(name: str, policy: str, tmp_
         base["critic"] = {"eps_clip": example["critic"]["eps_clip"], "optimizer": base["actor"]["optimizer"]}
     if "ref" in example:
         base["ref"] = {}
+    if "teacher" in example:
+        loss = {key: value for key, value in example["teacher"].items() if "loss" in key or "estimator" in key}
+        base["teacher"] = {"path": policy, **loss}
     base |= {"total_train_steps": 2, "dynamic_bs": example.get("dynamic_bs", False)}
     base["rollout"]["max_head_offpolicyness"] = 1
     config = rl_config(tmp_path, policy, base=yaml.safe_dump(base))

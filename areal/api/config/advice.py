@@ -33,7 +33,7 @@ _UNREAD_ROOT = ("total_train_n_seqs",)
 
 def advise(config: Any) -> list[str]:
     """Return what the user should know about ``config``; empty when there is nothing to say."""
-    parts = (_sampling, _distribution, _normalisation, _decoupled, _preference, _turns, _staleness)
+    parts = (_sampling, _distribution, _normalisation, _decoupled, _preference, _frozen, _turns, _staleness)
     return [*_unread(config, ""), *(message for part in parts for message in part(config))]
 
 
@@ -145,6 +145,13 @@ def _preference(config: Any) -> Iterator[str]:
             value = getattr(ref, spec.name)
             if value not in (field_default(spec), getattr(actor, spec.name)):
                 yield f"ref.{spec.name}={value!r} has no effect: the loss reads actor.{spec.name}"
+
+
+def _frozen(config: Any) -> Iterator[str]:
+    """Optimizers of roles that are only scored."""
+    for name in ("ref", "teacher"):
+        if getattr(getattr(config, name, None), "optimizer", None) is not None:
+            yield f"{name}.optimizer takes memory and has no effect: this model is not trained; set it to null"
 
 
 def _turns(config: Any) -> Iterator[str]:

@@ -218,3 +218,11 @@ class TeacherConfig(PPOActorConfig):
         super().__post_init__()
         if self.rl_loss_weight == 0 and self.distill_loss_weight == 0:
             raise self.fail("distill_loss_weight", "> 0, because rl_loss_weight=0")
+
+    def loss_settings(self) -> dict[str, float | str]:
+        """What the loss reads beside a batch's ``teacher_logp``, by field of the batch."""
+        return {
+            "rl_loss_weight": float(self.rl_loss_weight),
+            "distill_loss_weight": float(self.distill_loss_weight),
+            "distill_estimator": self.distill_estimator,
+        }

@@ -19,8 +19,7 @@ from areal.api.config.experiment import RWConfig
 from areal.api.config.fields import is_section, plain
 from areal.utils.errors import UnsupportedFeatureError
 
-_TRAIN_ROLES = ("actor", "ref", "critic")
-"""Roles that exist; a given teacher is refused as a whole."""
+_TRAIN_ROLES = ("actor", "ref", "critic", "teacher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,6 @@ def _is_given(value: Any) -> bool:
 
 ROOT = (
     Missing("memory_profiler", "device memory snapshots are not available; set it to null", _is_given),
-    Missing("teacher", "distillation is not available; set it to null", _is_given),
     Missing("rollout.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
     Missing("actor.scheduling_strategy.type", "actor and rollout cannot take turns; use separation", _is_shared),
 )

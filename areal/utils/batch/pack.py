@@ -95,6 +95,10 @@ class PackedBatch:
         """Shallow copy with sequence fields added or replaced."""
         return replace(self, sequences={**self.sequences, **sequences})
 
+    def with_scalars(self, **scalars: Any) -> PackedBatch:
+        """Shallow copy with values added or replaced that every micro-batch gets."""
+        return replace(self, scalars={**self.scalars, **scalars})
+
     def without(self, *keys: str) -> PackedBatch:
         """Shallow copy without these fields, wherever they are; absent ones are ignored."""
 
