@@ -200,6 +200,22 @@ def test_sample_that_cannot_be_read_costs_only_itself(saved: str, change: dict[s
     assert ask(reward, SAMPLES[1:2]) == pytest.approx(expected(SAMPLES[1:2]), rel=1e-5)
 
 
+@pytest.mark.parametrize("unknown", [VOCAB_SIZE, -1])
+def test_token_id_that_the_model_lacks_costs_only_its_own_sample(saved: str, unknown: int) -> None:
+    scorer = Scorer(saved, "cpu", "float32", 16384)
+    gate = threading.Event()
+    scorer._thread.submit(gate.wait)
+
+    future = scorer.submit([VOCAB_SIZE - 1, 4])
+    try:
+        with pytest.raises(VocabularyError, match=f"token id {unknown}: the reward model knows {VOCAB_SIZE}"):
+            scorer.submit([4, unknown, 5])
+    finally:
+        gate.set()
+
+    assert math.isfinite(future.result(timeout=60))
+
+
 def test_retokenize_without_messages_is_refused(saved: str) -> None:
     row = {key: value for key, value in SAMPLES[0].items() if key != "messages"}
 
@@ -207,7 +223,7 @@ def test_retokenize_without_messages_is_refused(saved: str) -> None:
         ask(RewardModel(saved, device="cpu", retokenize=True), [row])
 
 
-def test_language_model_two_labels_and_nothing_are_refused_by_name(tmp_path: Path) -> None:
+def test_directory_that_holds_no_whole_reward_model_is_refused_by_name(tmp_path: Path) -> None:
     classifier(labels=2).save_pretrained(tmp_path / "two")
     save_tiny_model(tmp_path / "policy", vocab_size=VOCAB_SIZE)
     save_tiny_model(tmp_path / "headless", vocab_size=VOCAB_SIZE)
@@ -215,7 +231,15 @@ def test_language_model_two_labels_and_nothing_are_refused_by_name(tmp_path: Pat
     settings = json.loads(config.read_text()) | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     config.write_text(json.dumps(settings))
 
+    classifier().save_pretrained(tmp_path / "bare")
+    classifier().save_pretrained(tmp_path / "wide")
+    TOKENIZER.save_pretrained(tmp_path / "wide")
+    config = tmp_path / "wide" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 8}))
+
     for name, message in (
+        ("bare", "has no tokenizer"),
+        ("wide", "no reward model could be loaded"),
         ("two", "it has 2 labels"),
         ("policy", "it has 2 labels"),
         ("headless", "lacks the weights score.weight"),

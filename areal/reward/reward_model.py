@@ -80,7 +80,7 @@ class RewardModel:
         """Score of one sample.
 
         Raises:
-            VocabularyError: the policy's token ids mean something else to the reward model.
+            VocabularyError: the policy's token ids mean something else to the reward model, or nothing.
             DataError: the sample is longer than the model can read, or ``retokenize`` is set and the row has no
                 ``messages``.
         """
@@ -119,11 +119,15 @@ class Scorer:
 
     Args:
         path, device, dtype, max_batch_tokens: see :class:`RewardModel`.
+
+    Raises:
+        ConfigError: there is no reward model at ``path``, or no tokenizer beside it.
     """
 
     def __init__(self, path: str, device: str, dtype: str, max_batch_tokens: int) -> None:
         self._model = _load_classifier(path, device, dtype)
-        self.tokenizer = load_hf_tokenizer(path)
+        self.tokenizer = _load_tokenizer(path)
+        self._rows = int(self._model.get_input_embeddings().weight.shape[0])
         self._longest = int(getattr(self._model.config, "max_position_embeddings", None) or 1 << 62)
         self._device, self._max_batch_tokens = device, max_batch_tokens
         self._waiting: deque[tuple[list[int], Future[float]]] = deque()
@@ -135,9 +139,16 @@ class Scorer:
 
         Raises:
             DataError: it is empty, or longer than the model can read.
+            VocabularyError: the model does not know a token id.
         """
         if not 0 < len(ids) <= self._longest:
             raise DataError(f"a sample of {len(ids)} tokens: the reward model reads 1 to {self._longest}")
+        if not 0 <= min(ids) <= max(ids) < self._rows:
+            wrong = next(i for i in ids if not 0 <= i < self._rows)
+            raise VocabularyError(
+                f"token id {wrong}: the reward model knows {self._rows}. Set retokenize=true to score texts, or train "
+                "it with the policy's tokenizer"
+            )
         future: Future[float] = Future()
         self._waiting.append((ids, future))
         self._thread.submit(self._score_waiting)  # one turn per request: it finds it, or an earlier turn took it along
@@ -208,6 +219,21 @@ def _own_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _load_tokenizer(path: str) -> Any:
+    """The tokenizer at ``path``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        tokenizer = load_hf_tokenizer(path)
+    except DataError as exc:
+        raise ConfigError(f"reward model {path!r} has no tokenizer: {exc}") from exc
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # without files some load as empty ones
+        raise ConfigError(f"reward model {path!r} has no tokenizer: put tokenizer.json beside it")
+    return tokenizer
+
+
 def _load_classifier(path: str, device: str, dtype: str) -> Any:
     """The model at ``path``, frozen.
 
@@ -227,7 +253,7 @@ def _load_classifier(path: str, device: str, dtype: str) -> Any:
         )
     except ConfigError:
         raise
-    except (OSError, ValueError, ImportError) as exc:
+    except (OSError, ValueError, ImportError, RuntimeError) as exc:  # RuntimeError: weights of other shapes
         raise ConfigError(f"no reward model could be loaded from {path!r}: {exc}; {remedy}") from exc
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
