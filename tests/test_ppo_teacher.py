@@ -13,7 +13,8 @@ from areal.api.config.ppo import TeacherConfig
 from areal.dataset.char_tokenizer import VOCAB_SIZE
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.trainer.ppo.teacher import Teacher, check_vocabulary
-from areal.utils.errors import VocabularyError
+from areal.trainer.role_worker import TeacherWorker
+from areal.utils.errors import ConfigError, VocabularyError
 from areal.utils.hf_utils import load_hf_tokenizer
 from tests.fakes import char_tokenizer, save_tiny_model, tiny_model
 
@@ -65,6 +66,25 @@ def test_annotate_adds_the_models_own_logprobs_and_the_settings_of_the_loss(pupi
             torch.testing.assert_close(found[start : start + len(ids) - 1], expected.detach(), rtol=0, atol=1e-5)
             start += len(ids)
     assert start == len(found)
+    engine.destroy()
+
+
+def test_batch_that_a_workflows_teacher_scored_is_refused_by_name(pupil: str) -> None:
+    config = TeacherConfig(experiment_name="e", trial_name="t", backend="fsdp:d1", path=pupil, dtype="float32")
+    engine = FSDPEngine(config)
+    engine.create_process_group()
+    engine.initialize(None, None)
+    tables = [{**table, "teacher_logp": torch.zeros(table["input_ids"].shape)} for table in rows()]
+    teacher, worker = Teacher(config, engine), TeacherWorker(config, engine)
+    worker.load(1, tables)
+
+    with pytest.raises(ConfigError, match=r"teacher_logp.*teacher section.*TaughtWorkflow"):
+        teacher.annotate(teacher.pack(tables))
+    with pytest.raises(ConfigError, match=r"teacher_logp.*teacher section.*TaughtWorkflow"):
+        worker.score(1, "teacher_logp")
+
+    worker.load(2, rows())
+    assert len(worker.score(2, "teacher_logp")) == 2
     engine.destroy()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,11 +16,13 @@ import torch
 from aiohttp import web
 
 from areal.api.cli_args import GenerationHyperparameters
+from areal.api.workflow_api import RolloutWorkflow
 from areal.dataset.char_tokenizer import VOCAB_SIZE
 from areal.infra import workflow_context
 from areal.infra.rollout.groups import concat_tables
 from areal.utils.errors import ConfigError, VocabularyError
 from areal.workflow import taught
+from areal.workflow.rlvr import RLVRWorkflow
 from areal.workflow.taught import TaughtWorkflow, TeacherServer, TeacherServerError
 from tests.controller.runs import worker_config
 from tests.fakes import InstantEngine, char_tokenizer, save_tiny_model, tiny_model
@@ -46,22 +49,23 @@ def logprobs(ids: list[int]) -> list[float]:
 
 
 class FakeServer:
-    """Answers as vLLM and SGLang do, with a real model's log-probs; ``failures`` first answers are 503."""
+    """Answers as vLLM and SGLang do, with a real model's log-probs; ``failures`` first answers are ``status``."""
 
-    def __init__(self, failures: int = 0) -> None:
-        self.failures = failures
+    def __init__(self, failures: int = 0, status: int = 503) -> None:
+        self.failures, self.status = failures, status
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.address = ""
         self.reply: dict[str, Any] | None = None
+        self.models: Any = {"data": [{"id": "the-teacher"}]}
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else {}
         self.asked.append((request.path, body))
         if self.failures:
             self.failures -= 1
-            return web.Response(status=503, text="starting")
+            return web.Response(status=self.status, text="starting")
         if request.path == "/v1/models":
-            return web.json_response({"data": [{"id": "the-teacher"}]})
+            return web.json_response(self.models)
         if self.reply is not None:
             return web.json_response(self.reply)
         if request.path == "/generate":
@@ -154,9 +158,12 @@ def test_evaluation_is_not_scored(teacher: str) -> None:
     assert server.asked == []
 
 
-def test_server_that_answers_at_the_second_attempt_is_enough(teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_server_that_answers_at_the_second_attempt_is_enough(
+    status: int, teacher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(taught, "_PAUSE_S", 0.01)
-    server = FakeServer(failures=1)
+    server = FakeServer(failures=1, status=status)
 
     table = run(server, "sglang", teacher)
 
@@ -180,10 +187,15 @@ def test_server_that_fails_or_is_not_there_is_named(teacher: str, monkeypatch: p
         ("vllm", {"choices": [{"prompt_logprobs": None}]}),
         ("vllm", {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}),
         ("vllm", {"choices": [{"prompt_logprobs": [None] + [{"31": {"logprob": -1.0}}] * 8}]}),
+        ("vllm", {"choices": [{"prompt_logprobs": [None] + [{str(i): {"logprob": math.nan} for i in range(32)}] * 8}]}),
+        ("vllm", {"choices": [{"prompt_logprobs": [None] + [{str(i): {"logprob": None} for i in range(32)}] * 8}]}),
+        ("vllm", {"choices": [{"prompt_logprobs": [None] + [[-1.0]] * 8}]}),
         ("vllm", {"text": "x"}),
         ("sglang", {"meta_info": {"input_token_logprobs": [[None, 5, None]]}}),
         ("sglang", {"meta_info": {"input_token_logprobs": [[None, 5, None]] + [[-1.0, 31, None]] * 8}}),
         ("sglang", {"meta_info": {"input_token_logprobs": [[None, 5, None]] + [[-1.0, 0, None]] * 9}}),
+        ("sglang", {"meta_info": {"input_token_logprobs": [[None, 5, None]] + [[-math.inf, 0, None]] * 8}}),
+        ("sglang", {"meta_info": {"input_token_logprobs": [[None, 5, None]] + [[None, 0, None]] * 8}}),
         ("sglang", {"text": "x"}),
     ],
 )
@@ -193,6 +205,52 @@ def test_reply_that_is_not_of_the_tokens_is_named(kind: str, reply: dict[str, An
 
     with pytest.raises(TeacherServerError, match="not of the tokens that were sent"):
         run(server, kind, teacher)
+
+
+@pytest.mark.parametrize("models", [{"object": "error"}, {"data": []}, ["x"], None])
+def test_list_of_models_that_cannot_be_read_is_named(models: Any, teacher: str) -> None:
+    server = FakeServer()
+    server.models = models
+
+    with pytest.raises(TeacherServerError, match="its list of models cannot be read.*is it a vllm server"):
+        run(server, "vllm", teacher)
+
+
+class TwoAnswers(RolloutWorkflow):
+    """One sample of two sequences of different lengths."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        lengths = torch.tensor([[4], [3]])
+        return {"input_ids": torch.full((2, 4), 5), "attention_mask": torch.arange(4) < lengths}
+
+
+class HalfTeacher(TeacherServer):
+    """Fails on the shorter sequence, for a reason, and never answers the other; notes what was given up."""
+
+    given_up = 0
+
+    async def score(self, ids: list[int]) -> list[float]:
+        if len(ids) == 3:
+            await asyncio.sleep(0)
+            raise TeacherServerError("no such model") from ConnectionError("gone")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        raise AssertionError("not cancelled")
+
+
+def test_sample_with_a_request_that_failed_gives_up_the_others(teacher: str) -> None:
+    half = HalfTeacher("nowhere:1", "vllm", teacher)
+
+    async def episode() -> int:
+        with pytest.raises(TeacherServerError, match="no such model") as caught:
+            await TaughtWorkflow(half, TwoAnswers(), tokenizer=char_tokenizer()).arun_episode(InstantEngine(), ROW)
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        return half.given_up  # before the loop ends, which cancels what is left
+
+    assert asyncio.run(episode()) == 1
 
 
 def test_teacher_of_another_vocabulary_is_refused(teacher: str, tmp_path: Path) -> None:
@@ -215,6 +273,9 @@ def test_settings_out_of_range_are_refused_by_name(teacher: str) -> None:
 
     with pytest.raises(ConfigError, match=r"gconfig.temperature=0.7"):
         TaughtWorkflow(server, "areal.workflow.rlvr.RLVRWorkflow", warm, tokenizer=char_tokenizer())
+    made = RLVRWorkflow(**{**warm, "tokenizer": char_tokenizer()})
+    with pytest.raises(ConfigError, match=r"gconfig.temperature=0.7"):
+        TaughtWorkflow(server, made, tokenizer=char_tokenizer())
     with pytest.raises(ConfigError, match="distill_loss_weight"):
         workflow(server, rl_loss_weight=0.0, distill_loss_weight=0.0)
     with pytest.raises(ConfigError, match="kind='native'"):

@@ -8,6 +8,9 @@ a vLLM or SGLang server that somebody else runs; it scores while others are stil
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from areal.api.engine_api import InferenceEngine
 
 _PAUSE_S = 0.5  # before the second attempt; it doubles
+_BUSY = (408, 429)  # what a server or proxy says below 500 when the same call may be answered later
 
 
 class TeacherServerError(WorkflowError):
@@ -65,7 +69,7 @@ class TeacherServer:
         """Log-prob (nats) of every token of one sequence given those before it; 0 for the first.
 
         Raises:
-            TeacherServerError: no attempt was answered, or the reply is not of these tokens.
+            TeacherServerError: no attempt was answered, or the reply is not of these tokens, or not finite.
         """
         if self.kind == "sglang":
             params = {"max_new_tokens": 0, "temperature": 1.0}
@@ -73,20 +77,29 @@ class TeacherServer:
             return self._read(ids, await self._call("POST", "/generate", body), _sglang_entries)
         if self._model is None:
             models = await self._call("GET", "/v1/models", None)
-            self._model = str(models["data"][0]["id"])
+            with self._reading("its list of models cannot be read"):
+                self._model = str(models["data"][0]["id"])
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return self._read(ids, await self._call("POST", "/v1/completions", body), _vllm_entries)
 
     def _read(self, ids: list[int], reply: Any, entries: Any) -> list[float]:
-        try:
+        with self._reading("its reply is not of the tokens that were sent"):
             found: list[dict[int, float]] = entries(reply, ids)
             if len(found) != len(ids):
                 raise ValueError(f"{len(found)} log-probs for {len(ids)} tokens")
-            return [0.0, *(known[token] for token, known in zip(ids[1:], found[1:], strict=True))]
-        except (KeyError, IndexError, TypeError, ValueError) as exc:
+            logprobs = [float(known[token]) for token, known in zip(ids[1:], found[1:], strict=True)]
+            if not all(map(math.isfinite, logprobs)):
+                raise ValueError("a log-prob is NaN or infinite")
+            return [0.0, *logprobs]
+
+    @contextmanager
+    def _reading(self, problem: str) -> Iterator[None]:
+        """Turn what a reply of another form leads to into a :class:`TeacherServerError`."""
+        try:
+            yield
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as exc:
             raise TeacherServerError(
-                f"teacher at {self.address}: its reply is not of the tokens that were sent ({type(exc).__name__}: "
-                f"{exc}); is it a {self.kind} server?"
+                f"teacher at {self.address}: {problem} ({type(exc).__name__}: {exc}); is it a {self.kind} server?"
             ) from exc
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
@@ -105,7 +118,7 @@ class TeacherServer:
                     if response.status == 200:
                         return await response.json(content_type=None)
                     problem = f"status {response.status}: {(await response.text())[:200]}"
-                    if response.status < 500:
+                    if response.status < 500 and response.status not in _BUSY:
                         break  # the call is wrong, and would be again
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
                 problem = exc
@@ -144,15 +157,11 @@ class TaughtWorkflow(RolloutWorkflow):
         self._settings = TeacherConfig(
             rl_loss_weight=rl_loss_weight, distill_loss_weight=distill_loss_weight, distill_estimator=distill_estimator
         ).loss_settings()
-        gconfig = (workflow_kwargs or {}).get("gconfig")
-        if gconfig is not None and not gconfig.greedy and gconfig.temperature != 1:
-            raise ConfigError(
-                f"gconfig.temperature={gconfig.temperature:g}: a teacher's server reports log-probs at temperature 1 "
-                "only; use 1, or a teacher section"
-            )
+        _require_temperature_1((workflow_kwargs or {}).get("gconfig"))
         require_same_vocabulary(load_if_string(tokenizer), teacher.tokenizer, f"teacher at {teacher.address}")
         self.teacher = teacher
         self.workflow = resolve_workflow(workflow, workflow_kwargs)
+        _require_temperature_1(getattr(self.workflow, "gconfig", None))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """The inner workflow's trajectory with ``teacher_logp`` ``[n, S]``, float32, aligned, and three scalars.
@@ -167,11 +176,34 @@ class TaughtWorkflow(RolloutWorkflow):
         rows = [
             ids[mask.bool()].tolist() for ids, mask in zip(table["input_ids"], table["attention_mask"], strict=True)
         ]
-        scores = await asyncio.gather(*(self.teacher.score(ids) for ids in rows))
+        scores = await self._score(rows)
         aligned = torch.zeros(table["input_ids"].shape, dtype=torch.float32)
         for row, logprobs in zip(aligned, scores, strict=True):
             row[: len(logprobs) - 1] = torch.tensor(logprobs[1:])
         return {**table, "teacher_logp": aligned, **self._settings}
+
+    async def _score(self, rows: list[list[int]]) -> list[list[float]]:
+        """Scores of a sample's sequences, asked for at once; the first failure ends the other requests."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.teacher.score(ids)) for ids in rows]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return [task.result() for task in tasks]
+
+
+def _require_temperature_1(gconfig: Any) -> None:
+    """Refuse samples whose log-probs a server cannot report.
+
+    Raises:
+        ConfigError: they are drawn at another temperature.
+    """
+    if gconfig is not None and not gconfig.greedy and gconfig.temperature != 1:
+        raise ConfigError(
+            f"gconfig.temperature={gconfig.temperature:g}: a teacher's server reports log-probs at temperature 1 "
+            "only; use 1, or a teacher section"
+        )
 
 
 def _sglang_entries(reply: Any, ids: list[int]) -> list[dict[int, float]]:

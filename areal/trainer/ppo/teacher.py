@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from areal.utils.batch import PackedBatch, pack
-from areal.utils.errors import VocabularyError
+from areal.utils.errors import ConfigError, VocabularyError
 from areal.utils.hf_utils import require_same_vocabulary
 
 if TYPE_CHECKING:
@@ -48,8 +48,26 @@ class Teacher:
         return self.engine.forward_batch(data)
 
     def annotate(self, batch: PackedBatch, key: str = "teacher_logp") -> PackedBatch:
-        """Return ``batch`` with ``compute_logp``'s result as token field ``key``, and what the loss reads beside it."""
+        """Return ``batch`` with ``compute_logp``'s result as token field ``key``, and what the loss reads beside it.
+
+        Raises:
+            ConfigError: the workflow brought a teacher's log-probs already.
+        """
+        require_untaught(batch, key)
         return batch.with_tokens(**{key: self.compute_logp(batch)}).with_scalars(**self.config.loss_settings())
+
+
+def require_untaught(batch: PackedBatch, key: str = "teacher_logp") -> None:
+    """Refuse a batch that another teacher has scored.
+
+    Raises:
+        ConfigError: it has ``key``.
+    """
+    if key in batch.tokens:
+        raise ConfigError(
+            f"the workflow returned {key}, and there is a teacher section as well: one teacher can be learnt from. "
+            "Remove the section, or the workflow's teacher (TaughtWorkflow)"
+        )
 
 
 def check_vocabulary(config: Any, tokenizer: Any) -> None:
