@@ -11,8 +11,10 @@ from torch import Tensor
 
 from areal.api.cli_args import MicroBatchSpec, NormConfig, OptimizerConfig, PPOActorConfig, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPEngine
-from areal.trainer.ppo.advantages import compute_advantages
+from areal.infra.controller.tables import RemoteTable
+from areal.trainer.ppo.advantages import NonFiniteInputError, compute_advantages
 from areal.trainer.ppo.critic import CriticLoss, PPOCritic, value_tokens
+from areal.trainer.ppo.validation import ValidationAnswers
 from areal.utils import stats_tracker
 from areal.utils.errors import DataError
 from areal.utils.functional import explained_variance
@@ -238,6 +240,93 @@ def test_evaluate_nothing_trained_is_zero_and_finite(model_dir: str) -> None:
     stats = stats_tracker.export_all()
     assert stats["ppo_critic-eval/explained_variance"] == 0
     assert all(torch.tensor(value).isfinite() for value in stats.values())
+
+
+def plain_policy(**settings: Any) -> PPOActorConfig:
+    """The policy's settings, as an evaluation reads them."""
+    return PPOActorConfig(experiment_name="e", trial_name="t", backend="fsdp:d1", path="x", **settings)
+
+
+def test_evaluate_answer_that_was_cut_off_earns_its_reward_and_no_value(model_dir: str) -> None:
+    critic = build_critic(model_dir)
+    data = trajectories(rewards=[[1.0] * 4] * 3)
+    for table in data:
+        table["truncated"] = torch.ones(4, dtype=torch.bool)
+    scored = [{**table, "values": value} for table, value in zip(data, critic.compute_values(data), strict=True)]
+
+    for tables in (data, critic.pack(scored)):
+        critic.evaluate(tables, plain_policy(discount=1.0))
+
+        stats = stats_tracker.export_all()
+        assert [stats[f"ppo_critic-eval/target_value/{kind}"] for kind in ("min", "max")] == [1.0, 1.0]
+
+
+def test_evaluate_reads_no_logprobs_and_no_column_of_a_users_workflow(model_dir: str) -> None:
+    critic, data = build_critic(model_dir), trajectories()
+    critic.evaluate(data, plain_policy())
+    expected = stats_tracker.export_all()
+    bare = [{key: value for key, value in t.items() if key not in ("logprobs", "versions")} for t in data]
+    bare[1]["note"] = torch.full((4,), math.nan)
+
+    critic.evaluate(bare, plain_policy())
+
+    assert stats_tracker.export_all() == expected
+
+
+def test_evaluate_value_that_is_not_finite_is_named(model_dir: str) -> None:
+    critic = build_critic(model_dir)
+    with torch.no_grad():
+        critic.engine.module.score.weight.fill_(math.inf)
+
+    with pytest.raises(NonFiniteInputError, match="value of a trained token"):
+        critic.evaluate(trajectories(), plain_policy())
+
+
+GROUPS_OF_FOUR = NormConfig(mean_level="group", std_level=None, group_size=4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "sizes", "measured"),
+    [
+        (GROUPS_OF_FOUR, (1, 1), False),
+        (NormConfig(mean_level=None, std_level="group", group_size=4), (1, 1), False),
+        (GROUPS_OF_FOUR, (1, 2), True),
+        (NormConfig(mean_level="group", group_size=1), (1, 1), True),  # groups of one by design
+        (NormConfig(mean_level="batch", group_size=4), (1, 1), True),
+        (None, (1, 1), True),
+    ],
+)
+def test_validation_groups_of_one_without_a_baseline_are_refused_once(
+    norm: NormConfig | None, sizes: tuple[int, int], measured: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables: list[Any] = [trajectories(n_groups=1, size=size)[0] for size in sizes]
+    remote = [
+        RemoteTable(None, ("rollout/0", 0), lambda gone: None, 9, size, tuple(tables[0]))  # type: ignore[arg-type]
+        for size in sizes
+    ]
+    answers = ValidationAnswers(norm)
+
+    chosen = [len(answers.choose(each, 1)) for each in (tables, remote)]
+
+    assert chosen == ([2, 2] if measured else [0, 0])
+    assert caplog.text.count("eval_gconfig.n_samples to 2 or more") == (0 if measured else 1)
+
+
+def test_validation_tables_that_cannot_be_compared_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    good, *rest = trajectories(n_groups=4)
+    for table, column in zip(rest, ("rewards", "loss_mask", "truncated"), strict=True):
+        del table[column]
+
+    chosen = ValidationAnswers(None).choose([rest[0], good, *rest[1:], {**good, "note": 1}], 2)
+
+    assert [table["input_ids"] is good["input_ids"] for table in chosen] == [True, True]
+    assert "evaluated without 3 of 5 validation groups" in caplog.text
+
+
+def test_validation_fewer_tables_than_ranks_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert ValidationAnswers(None).choose(trajectories(n_groups=1), 2) == []
+    assert "1 validation groups, and it takes 2" in caplog.text
+    assert ValidationAnswers(None).choose([], 1) == []
 
 
 @pytest.mark.parametrize(

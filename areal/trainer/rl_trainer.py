@@ -16,6 +16,7 @@ from areal.trainer.builder import build_rl
 from areal.trainer.diagnostics import start_diagnostics
 from areal.trainer.follower import follow
 from areal.trainer.ppo.teacher import check_vocabulary
+from areal.trainer.ppo.validation import ValidationAnswers
 from areal.trainer.run import ClosingRun, RestartBudget, build_scheduler, closing_if_it_fails, prepare_run
 from areal.trainer.turns import Turns
 from areal.trainer.weight_probe import build_weight_probe
@@ -49,6 +50,7 @@ class PPOTrainer(ClosingRun):
         self.config = config
         self._datasets = (train_dataset, valid_dataset)
         self._restarts = RestartBudget(config.recover)
+        self.validation = ValidationAnswers(config.actor.reward_norm)
         self.follower = follow(config)
         if self.follower is None:
             self._open()
@@ -247,7 +249,7 @@ class PPOTrainer(ClosingRun):
         n_samples = self.config.eval_gconfig.n_samples if self.config.eval_gconfig else 1
         rows = [record for records in self.valid_loader for record in records]
         tables = self.eval_rollout.rollout_batch(rows, workflow, workflow_kwargs, group_size=n_samples)
-        if self.critic is None or len(tables) < self.critic.least_rows:
+        if self.critic is None or not (tables := self.validation.choose(tables, self.critic.least_rows)):
             return
         self.turns.bring("critic")
         try:

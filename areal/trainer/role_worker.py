@@ -14,6 +14,7 @@ from areal.api.remote import remote
 from areal.engine.core.weight_sender import WeightSender
 from areal.infra.controller.tables import TableHandle, load_tables, store_table
 from areal.infra.rpc.rtensor import RTensor, local_store
+from areal.trainer.ppo.teacher import Teacher, require_untaught
 from areal.utils.batch import PackedBatch, split_like
 from areal.utils.errors import EngineError
 from areal.utils.ranks import is_first_rank
@@ -253,6 +254,11 @@ class PPOCriticWorker(BatchWorker):
         batch = self._batch(number)
         self.critic.ppo_update(batch.with_tokens(loss_mask=batch.tokens["aligned_mask"]))
 
+    @remote(idempotent=True)
+    def load_answers(self, number: int, share: Share) -> None:
+        """As :meth:`load`, for :meth:`evaluate`: only the columns that it reads, whatever else workflows returned."""
+        self._batches[number] = self.critic.pack_answers(load_tables(share))
+
     @remote
     def evaluate(self, number: int, actor: PPOActorConfig) -> None:
         """See :meth:`areal.trainer.ppo.critic.PPOCritic.evaluate`; every rank is called."""
@@ -263,8 +269,16 @@ class TeacherWorker(BatchWorker):
     """A teacher on one rank."""
 
     def __init__(self, config: Any, engine: TrainEngine) -> None:
-        from areal.trainer.ppo.teacher import Teacher
-
         teacher = Teacher(config, engine)
         super().__init__(config, engine, teacher, teacher.compute_logp)
         self._beside = config.loss_settings()
+
+    @remote
+    def score(self, number: int, key: str) -> list[RTensor]:
+        """See :meth:`BatchWorker.score`.
+
+        Raises:
+            ConfigError: the workflow brought a teacher's log-probs already.
+        """
+        require_untaught(self._batch(number), key)
+        return super().score(number, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,19 @@ import pytest
 import torch
 
 from areal import PPOTrainer
+from areal.api.alloc_mode import ParallelStrategy
+from areal.api.cli_args import PPOActorConfig, PPOCriticConfig
+from areal.api.config.scheduling import SchedulingStrategy
+from areal.engine.fsdp_engine import FSDPEngine
+from areal.infra.controller import train_controller
+from areal.infra.controller.train_controller import CriticController, RoleSpec
+from areal.infra.rpc.errors import TensorLostError
+from areal.trainer.role_worker import PPOCriticWorker
+from areal.utils import stats_tracker
+from areal.utils.errors import EngineError
 from tests.controller.runs import worker_config
+from tests.fakes import tiny_model
+from tests.test_ppo_actor import trajectories
 from tests.trainer_runs import (
     WORKFLOW,
     checkpoints,
@@ -21,6 +34,77 @@ from tests.trainer_runs import (
     weights,
     workflow_kwargs,
 )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_statistics():
+    stats_tracker.export_all()
+    yield
+    stats_tracker.export_all()
+
+
+class HungRank:
+    """A scheduler of two critic ranks: in a collective rank 0 fails (load: if told so), and rank 1 never returns."""
+
+    def __init__(self, failing: str, error: Exception) -> None:
+        self.failing, self.error = failing, error
+        self.calls: list[tuple[str, str]] = []
+        self.over = threading.Event()
+
+    def create_workers(self, job: Any) -> list[str]:
+        return ["critic/0", "critic/1"]
+
+    def call_engine(self, worker: str, method: str, *args: Any, engine_name: str) -> None:
+        self.calls.append((worker, method))
+        if method == self.failing and worker == "critic/0":
+            raise self.error
+        if method == "evaluate":
+            self.over.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("failing", "error", "dropped"),
+    [("evaluate", EngineError("out of memory"), 0), ("load_answers", TensorLostError("worker gone"), 2)],
+)
+def test_evaluate_error_calls_no_rank_that_may_hang_in_a_collective(
+    failing: str, error: Exception, dropped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_controller, "_SETTLE_S", 0.1)
+    scheduler = HungRank(failing, error)
+    spec = RoleSpec("critic", "x", "y", None, ParallelStrategy(data_parallel_size=2), [], SchedulingStrategy(), {})
+    controller = CriticController(scheduler, spec)  # type: ignore[arg-type]
+    controller._data_ranks, controller._data_size = [0, 1], 2
+    try:
+        with pytest.raises(type(error), match=str(error)):
+            controller.evaluate(trajectories(n_groups=2), None)
+        methods = [method for _, method in scheduler.calls]
+    finally:
+        scheduler.over.set()
+        controller.destroy()
+
+    assert methods.count("drop") == dropped
+    assert methods.count("load_answers") == 2
+
+
+def test_rank_evaluates_tables_whose_other_columns_differ(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = PPOCriticConfig(
+        experiment_name="e", trial_name="t", backend="fsdp:d1", path=str(tmp_path), dtype="float32", is_critic=True
+    )
+    engine = FSDPEngine(config)
+    engine.create_process_group()
+    engine.initialize(None, None)
+    worker, tables = PPOCriticWorker(config, engine), trajectories(n_groups=2)
+    del tables[1]["logprobs"]
+    tables[0]["note"] = torch.zeros(4)
+
+    worker.load_answers(1, tables)
+    worker.evaluate(1, PPOActorConfig(experiment_name="e", trial_name="t", backend="fsdp:d1", path="x"))
+
+    trained = sum(int(table["loss_mask"].sum()) for table in tables)
+    assert stats_tracker.export_all()["ppo_critic-eval/n_valid_tokens"] == trained
+    engine.destroy()
+
 
 SPEC = "[{cpu: 1, mem: 1, env_vars: {OMP_NUM_THREADS: '1'}}]"
 ONE_THREAD = (f"critic.scheduling_spec={SPEC}", f"ref.scheduling_spec={SPEC}")

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from areal.workflow.rlvr import RLVRWorkflow
 from tests.grpo.test_grpo_recover import interrupted
 from tests.trainer_runs import (
     WORKFLOW,
@@ -146,6 +148,37 @@ def test_critic_is_evaluated_on_validation_answers_and_learns_nothing_from_them(
     expected = critics(plain[0])
     for one, other in zip(critics(config), expected, strict=True):
         assert_same_weights(one, other)
+
+
+class Uneven(RLVRWorkflow):
+    """Leaves the rewards of one row out, the log-probs of the others; adds a column to one of these."""
+
+    def __init__(self, unrewarded: str, noted: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unrewarded, self.noted = unrewarded, noted
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
+        table = await super().arun_episode(engine, data)
+        prompt = data["messages"][0]["content"]
+        del table["rewards" if prompt == self.unrewarded else "logprobs"]
+        return {**table, "note": torch.zeros(1)} if prompt == self.noted else table
+
+
+def test_evaluation_of_the_critic_ends_no_run_for_what_a_workflow_returns(
+    policy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = rl_config(
+        tmp_path, policy, "total_train_steps=1", *CRITIC, VALID, "evaluator.freq_steps=1", "eval_gconfig.n_samples=2"
+    )
+    valid = rl_rows(rl_config(tmp_path, policy, "train_dataset.dataset_kwargs={start: 100, size: 5}"))
+    prompts = [row["messages"][0]["content"] for row in valid]
+    kwargs = {**workflow_kwargs(config), "unrewarded": prompts[0], "noted": prompts[1]}
+
+    record_rl(config, valid=valid, eval_workflow=Uneven, eval_workflow_kwargs=kwargs)
+
+    (stats,) = stats_of(config)
+    assert stats["ppo_critic-eval/critic_loss/avg"] > 0
+    assert "evaluated without 1 of 5 validation groups" in caplog.text
 
 
 def test_saver_decides_once_per_step_for_both_engines(policy: str, tmp_path: Path) -> None:

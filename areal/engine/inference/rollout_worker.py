@@ -278,4 +278,5 @@ def _report(order: GroupOrder, result: GroupResult) -> GroupReport:
         report.shard = store_table(ref.data)
         report.lengths, report.rewards = ref.lengths, ref.rewards
         report.min_version, report.max_version = ref.min_version, ref.max_version
+        report.columns = tuple(ref.data)
     return report

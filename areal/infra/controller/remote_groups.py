@@ -67,7 +67,7 @@ class RemoteGroups:
             def release(shard: RTensor, pool: WorkerPool = self._pool) -> None:
                 pool.free(owner, shard)
 
-            table = RemoteTable(report.shard, owner, release, sum(report.lengths))
+            table = RemoteTable(report.shard, owner, release, sum(report.lengths), len(report.lengths), report.columns)
             ref = TrajectoryRef(
                 row=task.row,
                 group_id=task.group_id,

@@ -33,12 +33,24 @@ class RemoteTable(Mapping[str, Any]):
         owner: which worker, and which life of it, made the table.
         release: told the shard once nobody holds this object any more; from any thread.
         tokens: real tokens of all its sequences.
+        sequences: how many they are.
+        columns: names of those that its maker stored; known without a fetch.
     """
 
-    def __init__(self, shard: RTensor, owner: tuple[str, int], release: Release, tokens: int) -> None:
+    def __init__(  # noqa: PLR0913 - what is known of a table without a fetch
+        self,
+        shard: RTensor,
+        owner: tuple[str, int],
+        release: Release,
+        tokens: int,
+        sequences: int = 1,
+        columns: tuple[str, ...] = (),
+    ) -> None:
         self.handle = TableHandle((shard,))
         self.owner = owner
         self.tokens = tokens
+        self.sequences = sequences
+        self.columns = columns
         self._columns: dict[str, Any] | None = None
         weakref.finalize(self, release, shard).atexit = False
 

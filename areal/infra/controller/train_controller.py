@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.api.remote import ObjectRef
 from areal.infra.controller.tables import RemoteTable, TableHandle
+from areal.infra.rpc.errors import TensorLostError
 from areal.utils import logging
 from areal.utils.errors import DataError, EngineError, WorkerFailedError
 from areal.utils.seqpack import balanced_partition
@@ -249,8 +250,8 @@ class TrainController:
         lengths = tuple(table_tokens(table) for table in tables)
         return RemoteBatch(next(self._numbers), tuple(tables), lengths)
 
-    def load(self, batch: RemoteBatch) -> None:
-        """Have every rank fetch and pack its share, unless it has.
+    def load(self, batch: RemoteBatch, method: str = "load") -> None:
+        """Have every rank fetch and pack its share, unless it has; ``method``: of the worker, which does that.
 
         Raises:
             TensorLostError: a worker that holds a trajectory is gone.
@@ -258,7 +259,7 @@ class TrainController:
         loaded = self._loaded.get(batch.number)
         parts = self._dealt.setdefault(batch.number, balanced_partition(batch.lengths, self._data_size))
         if loaded is None:
-            self._send_shares("load", batch, parts, 0)
+            self._send_shares(method, batch, parts, 0)
         elif loaded < _columns(batch):
             self._send_shares("extend", batch, parts, loaded)
         self._loaded[batch.number] = _columns(batch)
@@ -365,10 +366,13 @@ class CriticController(ScoringController):
         """
         batch = self.pack(tables)
         try:
-            self.load(batch)
-            self.ranks.call("evaluate", batch.number, actor)
-        finally:
+            self.load(batch, "load_answers")
+        except TensorLostError:
             self.drop(batch, even_if_not_loaded=True)
+            raise
+        # After an error in a collective no rank is called any more: another one may wait in it for hours.
+        self.ranks.call("evaluate", batch.number, actor)
+        self.drop(batch)
 
 
 def table_tokens(table: Table) -> int:

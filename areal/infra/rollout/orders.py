@@ -56,6 +56,7 @@ class GroupReport:
         dropped: samples dropped, by reason.
         shard: the group's table in the worker's store; None if there is none.
         lengths, rewards, min_version, max_version: as in ``TrajectoryRef``.
+        columns: names of the table's.
     """
 
     key: int
@@ -68,6 +69,7 @@ class GroupReport:
     rewards: tuple[float, ...] = ()
     min_version: int = -1
     max_version: int = -1
+    columns: tuple[str, ...] = ()
 
 
 class RemoteSampleError(WorkflowError):

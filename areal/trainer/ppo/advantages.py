@@ -130,7 +130,7 @@ def compute_advantages(
     tokens = _aligned_logprobs(batch, config, mask)
     old = tokens["logprobs"]
     read = [batch.tokens[key] for key in ("teacher_logp", "ref_logp", "values") if key in batch.tokens]
-    _check_finite(scores, *tokens.values(), *(torch.where(mask, value, 0.0) for value in read))
+    check_finite(scores, *tokens.values(), *(torch.where(mask, value, 0.0) for value in read))
     remaining = trained_from_here(mask, batch.cu_seqlens, seq_ids)
     if config.mask_no_eos_with_zero and truncated is not None:
         scores = torch.where(truncated.bool(), 0.0, scores)
@@ -254,8 +254,12 @@ def _check_fields(batch: PackedBatch, config: PPOActorConfig) -> None:
         raise DataError(f"actor.prox_logp_method={config.prox_logp_method} needs 'versions' in every trajectory")
 
 
-def _check_finite(*tensors: Tensor) -> None:
-    """One host sync per step."""
+def check_finite(*tensors: Tensor) -> None:
+    """Refuse NaN and infinity; one host sync.
+
+    Raises:
+        NonFiniteInputError: a tensor has one.
+    """
     finite = torch.stack([t.isfinite().all() for t in tensors]).all()
     if not bool(finite):
         raise NonFiniteInputError(

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from areal.trainer.ppo.advantages import compute_advantages
+from areal.trainer.ppo.advantages import check_finite, compute_advantages
 from areal.trainer.ppo.mini_batches import mini_batches
 from areal.trainer.ppo.stats import train_scalars
+from areal.trainer.ppo.validation import answer_columns
 from areal.utils import stats_tracker
 from areal.utils.batch import PackedBatch, pack
 from areal.utils.errors import DataError
@@ -54,6 +55,10 @@ class PPOCritic:
     def pack(self, trajectories: Trajectories | PackedBatch) -> PackedBatch:
         """Pack trajectories once."""
         return trajectories if isinstance(trajectories, PackedBatch) else pack(trajectories)
+
+    def pack_answers(self, data: Trajectories | PackedBatch) -> PackedBatch:
+        """Pack what :meth:`evaluate` reads of validation trajectories, whose other columns may differ."""
+        return data if isinstance(data, PackedBatch) else pack([answer_columns(table) for table in data])
 
     @torch.no_grad()
     def compute_values(self, data: Trajectories | PackedBatch) -> Any:
@@ -100,12 +105,16 @@ class PPOCritic:
         """How well the values predict what answers earn that nothing was learnt from; the weights stay as they are.
 
         The target of a token is its return with lambda 1 and without KL: the reward to come, shaped and discounted as
-        in training. Statistics go to the tracker ``<stats_name>-eval``: ``value``, ``target_value`` and ``critic_loss``
-        (not clipped) over ``n_valid_tokens``, and ``explained_variance``. All data-parallel ranks must call.
+        in training; no value counts in it, also where an answer was cut off. Statistics go to the tracker
+        ``<stats_name>-eval``: ``value``, ``target_value`` and ``critic_loss`` (not clipped) over ``n_valid_tokens``,
+        and ``explained_variance``. All data-parallel ranks must call.
 
         Args:
-            data: trajectories with ``rewards``, as the sampler gives them.
+            data: trajectories with ``rewards``, as the sampler gives them; log-probs are not needed.
             actor: settings of the policy; says how rewards are shaped.
+
+        Raises:
+            NonFiniteInputError: a value of a trained token is not finite.
         """
         group = self.engine.data_parallel_group
         plain = replace(
@@ -117,9 +126,13 @@ class PPOCritic:
             gae_lambda=1.0,
             adv_norm=None,
         )
-        tokens = compute_advantages(self.annotate(self.pack(data)), plain, group).tokens
+        batch = self.pack_answers(data).without("values")
+        values = self.compute_values(batch).float()
+        # Without values: GAE would take the critic's own word for what an answer that was cut off still earns.
+        tokens = compute_advantages(batch.with_tokens(logprobs=torch.zeros_like(values)), plain, group).tokens
         mask = tokens["loss_mask"] != 0
-        value, target = (torch.where(mask, tokens[key].float(), 0.0) for key in ("values", "returns"))
+        value, target = (torch.where(mask, x, 0.0) for x in (values, tokens["returns"].float()))
+        check_finite(value)
         tracker = stats_tracker.get(f"{self.stats_name}-eval")
         tracker.denominator(n_tokens=torch.ones_like(mask), n_valid_tokens=mask)
         tracker.stat(
