@@ -120,8 +120,8 @@ def stage_arguments(stage: str, output: Path, model: Path, seed: int) -> list[st
     return ["--config", str(HERE / f"{stage}.yaml"), *common]
 
 
-def warm_up(output: Path, model: Path, seed: int, overrides: list[str]) -> Path:
-    """Supervised stage, until about 40 % of sampled answers are right; returns its checkpoint."""
+def warm_up(output: Path, model: Path, seed: int, overrides: list[str], enough: float = WARM_ACCURACY) -> Path:
+    """Supervised stage, until a share ``enough`` of sampled answers is right; returns its checkpoint."""
     config, _ = load_expr_config([*stage_arguments("sft", output, model, seed), *overrides], SFTConfig)
     tokenizer = load_hf_tokenizer(config.tokenizer_path)
     dataset = get_custom_dataset(dataset_config=config.train_dataset, tokenizer=tokenizer)
@@ -132,7 +132,7 @@ def warm_up(output: Path, model: Path, seed: int, overrides: list[str]) -> Path:
             if (step.global_step + 1) % PROBE_EVERY:
                 return False
             engine.receive_weights(trainer.engine.named_full_tensors(), step.global_step + 1)
-            return accuracy(answers(engine, tokenizer, probes, greedy=False), probes) >= WARM_ACCURACY
+            return accuracy(answers(engine, tokenizer, probes, greedy=False), probes) >= enough
 
         trainer.train(stop_fn=warm)
     return newest_checkpoint(config)

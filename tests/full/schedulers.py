@@ -18,9 +18,9 @@ import pytest
 
 from tests.full.accuracy import SEED
 from tests.full.cell import ROOT, CellContext
-from tests.full.presets import BAR
 
 STEPS = 700  # of the quickstart's second stage
+BAR = 0.85  # of the held-out problems; the quickstart's warm start has 0.64
 GONE_WITHIN_S = 10.0
 SMALL = "{cpu: 1, mem: 1, container_type: none}"  # one worker; the virtual nodes are small
 ROLES = ("actor", "rollout")
