@@ -13,6 +13,7 @@ In: requests and weight sources. Out: calls of SGLang's public routes, unpatched
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class SGLangProtocol(ServerProtocol):
         refusals={"use_beam_search": "a beam has no log-probs of sampling, so no backend offers it; set it to false"},
         applies_at_once=True,
         torch_groups=True,
+        named_adapters=True,
     )
     endpoints: ClassVar[tuple[str, ...]] = (
         "/generate",
@@ -165,6 +167,18 @@ class SGLangProtocol(ServerProtocol):
     def discard(self) -> list[ServerCall]:
         """Nothing is kept aside."""
         return []
+
+    def load_adapter(self, name: str, path: str) -> list[ServerCall]:
+        """Needs ``--enable-lora``. Cached prefixes are kept apart by adapter."""
+        load = _once("/load_lora_adapter", {"lora_name": name, "lora_path": path}, None)
+        return [*self.unload_adapter(name), load]
+
+    def unload_adapter(self, name: str) -> list[ServerCall]:
+        unknown = f"{name} does not exist"
+        return [ServerCall("POST", "/unload_lora_adapter", {"lora_name": name}, once=True, harmless=unknown)]
+
+    def with_adapter(self, call: ServerCall, name: str) -> ServerCall:
+        return dataclasses.replace(call, body={**(call.body or {}), "lora_path": name})
 
     def stamp(self, version: int) -> list[ServerCall]:
         body = {"new_version": str(version), "abort_all_requests": False}

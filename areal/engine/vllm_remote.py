@@ -12,6 +12,7 @@ In: requests and weight sources. Out: calls of vLLM's public routes (generation,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -51,6 +52,7 @@ class VLLMProtocol(ServerProtocol):
         weight_modes=("shm", "xccl", "disk"),
         seeds=True,
         stamps=True,
+        named_adapters=True,
         refusals={"use_beam_search": "a beam has no log-probs of sampling, so no backend offers it; set it to false"},
     )
     endpoints: ClassVar[tuple[str, ...]] = (
@@ -155,6 +157,21 @@ class VLLMProtocol(ServerProtocol):
 
     def discard(self) -> list[ServerCall]:
         return [self._rpc("areal_discard")]
+
+    def load_adapter(self, name: str, path: str) -> list[ServerCall]:
+        """Needs ``--enable-lora``. Cached prefixes are kept apart by adapter.
+
+        Without ``load_inplace``, which would have vLLM read the directory again at every step.
+        """
+        body = {"lora_name": name, "lora_path": path}
+        return [*self.unload_adapter(name), ServerCall("POST", "/v1/load_lora_adapter", body, once=True)]
+
+    def unload_adapter(self, name: str) -> list[ServerCall]:
+        unknown = f"{name}' cannot be found"
+        return [ServerCall("POST", "/v1/unload_lora_adapter", {"lora_name": name}, once=True, harmless=unknown)]
+
+    def with_adapter(self, call: ServerCall, name: str) -> ServerCall:
+        return dataclasses.replace(call, body={**(call.body or {}), "model": name})
 
     def stamp(self, version: int) -> list[ServerCall]:
         """Name the version of the tokens that follow; a server that was just started calls its own ``default``."""

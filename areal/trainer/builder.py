@@ -137,6 +137,8 @@ def build_rollout(
         native = dataclasses.replace(native, num_threads=sampler_threads)
         torch.set_num_threads(trainer_threads)
     sampler = NativeEngine(native, config.actor.path, tokenizer=tokenizer, dtype=dtype)
+    if config.rollout.use_lora:  # it holds the base, which is read from the same path, and gets adapters from here on
+        initial_weights.send_adapter()
     sampler.receive_weights(initial_weights.named_full_tensors(), version=0)
 
     def rollout_engine(rollout: InferenceEngineConfig, *, is_eval: bool) -> EmbeddedInfEngine:

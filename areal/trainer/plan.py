@@ -67,10 +67,11 @@ def train_memory_gib(config: TrainEngineConfig, n_parameters: int, world_size: i
     """GiB of weights, gradients and optimizer state on one rank; activations come on top.
 
     With an optimizer: fp32 master weights, fp32 gradients and two Adam moments, plus the compute copy below fp32.
+    With adapters only the frozen weights are counted: what is trained is some per cent of them.
     """
     compute = _BYTES.get(config.dtype, 4)
     per_parameter = compute
-    if config.optimizer is not None:
+    if config.optimizer is not None and not config.use_lora:
         per_parameter = 4 + 4 + (8 if config.optimizer.type == "adam" else 0) + (compute if compute < 4 else 0)
     return n_parameters * per_parameter / world_size / _GIB
 

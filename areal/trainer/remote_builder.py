@@ -182,6 +182,8 @@ def build_remote_rl(scheduler: BaseScheduler, config: PPOConfig, ft_spec: Finetu
         with ThreadPoolExecutor(len(starts), thread_name_prefix="start") as threads:  # they come up together
             for future in [threads.submit(start) for start in starts]:
                 future.result()
+        if config.rollout.use_lora:  # samplers hold the base: they read it from the same path
+            actor.ranks.call("send_adapter", part=".engine")
         parts.weights = _weight_updater(scheduler, config, layout, parts)
         parts.weights.update(0)  # samplers loaded the checkpoint; now they hold what the actor made of it
     except BaseException:

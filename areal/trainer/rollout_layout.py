@@ -35,6 +35,7 @@ logger = logging.getLogger("Builder")
 SERVER_SAMPLER = "areal.engine.inference.server_sampler.server_sampler"
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _SGLANG_TRAIN_ENV = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # as SGLang sets them for its own ranks
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its --max-lora-rank takes
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ def weight_mode(config: PPOConfig, layout: RolloutLayout, *, one_host: bool) -> 
     """
     wanted = config.actor.weight_update_mode
     able = layout.protocol.capabilities.weight_modes
+    if config.rollout.use_lora and layout.backend != "native":
+        able = ("disk",)  # their routes for adapters read directories
+        wanted = "disk" if wanted == "auto" else wanted
     if wanted == "auto":
         return "shm" if one_host and "shm" in able else "xccl"
     if wanted not in able:
@@ -149,6 +153,7 @@ def transfer_settings(config: PPOConfig, layout: RolloutLayout, first_rank: str)
         directory=str(Path(root).absolute()),
         torch_helper=layout.protocol.capabilities.torch_groups,
         host=host,
+        lora_name=config.gconfig.lora_name if config.rollout.use_lora else "",
     )
 
 
@@ -191,7 +196,7 @@ def _server_arguments(config: PPOConfig, layout: RolloutLayout) -> dict[str, Any
     return {
         "server": ServerSetup(
             backend=layout.backend,
-            section=getattr(config, layout.backend),
+            section=_with_lora(config, getattr(config, layout.backend)),
             tensor=layout.tensor,
             pipeline=layout.pipeline,
             addresses=list(layout.addresses),
@@ -200,3 +205,13 @@ def _server_arguments(config: PPOConfig, layout: RolloutLayout) -> dict[str, Any
             replicas=layout.replicas,
         )
     }
+
+
+def _with_lora(config: PPOConfig, section: Any) -> Any:
+    """The servers' section, with room for the adapters of a run that sends them."""
+    if not config.rollout.use_lora:
+        return section
+    rank = max(section.max_lora_rank or 1, config.actor.lora_rank)
+    if config.rollout.backend.startswith("vllm"):
+        rank = next((known for known in _VLLM_RANKS if known >= rank), rank)
+    return replace(section, enable_lora=True, max_lora_rank=rank)

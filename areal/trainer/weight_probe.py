@@ -142,8 +142,8 @@ def build_weight_probe(config: PPOConfig, parts: RLParts | RemoteRLParts, tokeni
     """The probe that ``rollout.weight_probe_interval`` asks for; None: the backend needs none and none is asked for."""
     backend = ModelAllocation.from_str(config.rollout.backend, name="rollout").backend
     interval = config.rollout.weight_probe_interval
-    if interval is None and backend == "sglang":
-        interval = SGLANG_INTERVAL
+    if interval is None and (backend == "sglang" or (config.rollout.use_lora and backend == "vllm")):
+        interval = SGLANG_INTERVAL  # of adapters vLLM returns no record either
     if interval is None:
         return None
     prompt = list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])

@@ -80,12 +80,17 @@ def records_of(model: Any) -> list[ParamRecord]:
 class Peer:
     """A server that runs the model of seed 0, and a sampler on it.
 
+    Attributes:
+        use_lora: whether its versions are adapters.
+
     Args:
         protocol, address: of the server; it belongs to whoever made the peer.
         tied: whether the suite's model has its embedding as head.
         directory: for checkpoints.
         build: makes another model than the suite's, from a seed.
     """
+
+    use_lora = False
 
     def __init__(
         self,
@@ -136,7 +141,11 @@ class Peer:
 
     def _connect(self, mode: Any, version: int) -> RemoteSampler:
         config = InferenceEngineConfig(
-            backend=f"{self.protocol.name}:d1", on_weight_update=mode, request_timeout=TIMEOUT_S, setup_timeout=60.0
+            backend=f"{self.protocol.name}:d1",
+            on_weight_update=mode,
+            request_timeout=TIMEOUT_S,
+            setup_timeout=60.0,
+            use_lora=self.use_lora,
         )
         longest = LONGEST - getattr(self.protocol, "CONTEXT_MARGIN", 0)
         limits = Limits(self.models[version].config.vocab_size, longest, frozenset({1}))

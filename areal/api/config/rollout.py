@@ -195,7 +195,11 @@ class InferenceEngineConfig(ConfigSection):
         False, "Log the shape of every trajectory; the format itself is always checked."
     )
     pause_grace_period: float = opt(0.0, "Sleep after the pause request to a server.", unit="s", ge=0)
-    use_lora: bool = opt(False, "Send adapter name with requests.")
+    use_lora: bool = opt(
+        False,
+        "Samplers hold the base model and get the actor's adapters (on servers as '<gconfig.lora_name>-v<version>'); "
+        "false = they get whole weights with adapters merged in.",
+    )
     return_routed_experts: bool = opt(False, "MoE routing replay data (SGLang).")
     model: str = opt("default", "v2: public name of the model.")
     routing_strategy: Literal["round_robin"] = opt("round_robin", "v2: how requests are spread over servers.")
@@ -229,7 +233,7 @@ class InferenceEngineConfig(ConfigSection):
     weight_probe_interval: int | None = opt(
         None,
         "Every so many weight updates the log-probs of a probe generation are compared with the trainer's; null = "
-        "10 for sglang, never for backends that return a record of every tensor.",
+        "10 for sglang and for adapters in vllm, never for backends that return a record of every tensor.",
         unit="updates",
         ge=1,
     )

@@ -25,6 +25,7 @@ _EXTENSION_PACKAGE = "areal.engine.vllm_ext."
 _NOT_FLAGS = ("python", "kv_cache_gb")
 _VLLM_LORA = ("max_lora_rank", "max_loras", "lora_modules")
 _SGLANG_LORA = ("max_lora_rank", "max_loaded_loras", "lora_paths", "lora_backend")
+_SGLANG_LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _VLLM_GPU_ONLY = ("gpu_memory_utilization", "block_size", "cpu_offload_gb")
 _SGLANG_GPU_ONLY = ("attention_backend", "cpu_offload_gb", "lora_backend")
 _CPU_PREFILL_TOKENS = 8192
@@ -127,6 +128,8 @@ def sglang_flags(section: SGLangConfig, place: ServerPlace) -> ServerFlags:
         args["model_loader_extra_config"] = json.dumps({"enable_multithread_load": True, "num_threads": 8})
     if not section.enable_lora:
         _drop(args, _SGLANG_LORA)
+    elif not section.lora_paths:  # it must know before the first adapter which layers may have one
+        args["lora_target_modules"] = list(_SGLANG_LORA_TARGETS)
     args["random_seed"] = section.random_seed + place.index
     args |= {
         "tokenizer_path": section.model_path,

@@ -81,7 +81,8 @@ class ServerHttp:
             timeout_s: limit of one attempt of a call that brings none; default: the server's.
             fresh: on a new connection at once, as every further attempt: after an error a server drops the old one.
 
-        Returns: parsed JSON; text for ``text/plain`` and for what is no JSON and has no type; None for an empty body.
+        Returns: parsed JSON; text for ``text/plain`` and for what is no JSON and has no type; None for an empty body
+            and for a harmless refusal.
         Raises:
             ServerUnavailableError, ServerTimeoutError: after the last attempt.
             ServerRefusedError: 4xx.
@@ -95,6 +96,10 @@ class ServerHttp:
             except ServerUnavailableError:
                 if attempt == tries - 1:
                     raise
+            except ServerRefusedError as exc:
+                if not call.harmless or call.harmless not in str(exc):
+                    raise
+                return None
             await asyncio.sleep(pause_before_retry(attempt))
         raise AssertionError("unreachable: at least one attempt")
 

@@ -33,6 +33,7 @@ class ServerCall:
         method, path, body: of the request; ``body`` is sent as JSON, None sends none.
         timeout_s: limit of one attempt; None: ``rollout.request_timeout``.
         once: must not be sent twice (it changes something, or other processes join it).
+        harmless: words of a refusal (4xx) that counts as an empty reply; empty: none does.
     """
 
     method: str
@@ -40,6 +41,7 @@ class ServerCall:
     body: dict[str, Any] | None = None
     timeout_s: float | None = None
     once: bool = False
+    harmless: str = ""
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Capabilities:
         stamps: every token of a reply bears the version that it was told; one without comes from a server that was
             started again behind our back.
         torch_groups: its ranks build weight groups with torch's helper, see :class:`WeightGroup`.
+        named_adapters: it loads adapters under names, which requests carry; else an adapter is a weight version.
         refusals: generation setting -> why it cannot be honoured and which backend can; asked for any value that
             differs from the default.
     """
@@ -81,6 +84,7 @@ class Capabilities:
     applies_at_once: bool = False
     torch_groups: bool = False
     stamps: bool = False
+    named_adapters: bool = False
 
 
 class ServerHooks:
@@ -129,6 +133,20 @@ class ServerHooks:
         Raises:
             ReplyError: one of them makes no sense.
         """
+        raise NotImplementedError
+
+    def load_adapter(self, name: str, path: str) -> list[ServerCall]:
+        """Have a server with named adapters offer the one in the directory ``path`` beside those it has; one of this
+        name goes first, for servers refuse a name that they know.
+        """
+        raise NotImplementedError
+
+    def unload_adapter(self, name: str) -> list[ServerCall]:
+        """Have it forget one that no request asks for any more; one that it does not know is no error."""
+        raise NotImplementedError
+
+    def with_adapter(self, call: ServerCall, name: str) -> ServerCall:
+        """A call of :meth:`generate` that asks for an adapter."""
         raise NotImplementedError
 
     def harmed(self, source: WeightSource, error: BaseException) -> bool:

@@ -228,7 +228,7 @@ class RemoteSampler:
             WeightSyncError: a server did not; versions may differ now, so the sampler has failed.
         """
         self._weights.commit(version)
-        self._traffic.exchanged(version)
+        self._traffic.exchanged(version, self._weights.adapter)
 
     def discard_weights(self) -> None:
         """Forget what was staged, on every server; one that has it in service already is of no use any more."""
@@ -250,6 +250,13 @@ def keeps_requests(config: InferenceEngineConfig, protocol: ServerProtocol) -> b
         UnsupportedFeatureError: ``rollout.on_weight_update: keep`` with a server that cannot.
     """
     can = protocol.capabilities.keeps_requests
+    if config.use_lora and protocol.capabilities.named_adapters:
+        if config.on_weight_update == "keep":
+            raise UnsupportedFeatureError(
+                f"rollout.on_weight_update=keep with rollout.use_lora=true: a request that stays in a {protocol.name} "
+                "server goes on with the adapter that it asked for; use abort or auto"
+            )
+        return False
     if config.on_weight_update == "keep" and not can:
         raise UnsupportedFeatureError(
             f"rollout.on_weight_update=keep: a {protocol.name} server cannot keep requests through an update; use "

@@ -17,7 +17,7 @@ from areal.engine.inference.http_client import ServerRefusedError
 from areal.engine.inference.protocol import ReplyError, ServerCall
 from areal.engine.inference.traffic import together
 from areal.utils import logging
-from areal.utils.errors import CheckpointError, EngineError, EngineStoppedError, WeightSyncError
+from areal.utils.errors import ArealError, CheckpointError, EngineError, EngineStoppedError, WeightSyncError
 
 if TYPE_CHECKING:
     from areal.api.config.rollout import InferenceEngineConfig
@@ -56,6 +56,8 @@ class ServerWeights:
         self._staged = False
         self._limit_s: float | None = None  # of every step of the update under way
         self._tells = True  # what its weights are, as far as we know
+        self._arriving = ""  # adapter that is loaded, but not asked for yet
+        self.adapter = ""  # that requests ask for; empty: none
 
     @property
     def group_ranks(self) -> int:
@@ -65,8 +67,11 @@ class ServerWeights:
     def stage(self, source: WeightSource, version: int) -> Received:
         """See :meth:`RemoteSampler.stage_source`."""
         servers = self._pool.servers
-        self._staged = False
+        self._staged, self._arriving = False, ""
         self._limit_s = source.timeout_s
+        if isinstance(source, DiskSource) and source.adapter and self._protocol.capabilities.named_adapters:
+            self._load_adapter(source)
+            return None
         if isinstance(source, XcclSource):
             self._limit_s = source.timeout_s + _SLACK_S  # the group's own limit says more
         calls = [self._protocol.stage(self._source_for(server, source), version) for server in servers]
@@ -87,16 +92,25 @@ class ServerWeights:
 
     def commit(self, version: int) -> None:
         """See :meth:`RemoteSampler.commit_weights`."""
-        calls = [self._protocol.commit(version) for _ in self._pool.servers]
+        named = [self._protocol.stamp(version) for _ in self._pool.servers]
+        calls = named if self._arriving else [self._protocol.commit(version) for _ in self._pool.servers]
         try:
             self._confirmed(f"switching to weights v{version}", calls, self._limit_s)
         except WeightSyncError as exc:
             self._loop.fail(exc)
             raise
         self._staged = False
+        if self._arriving:
+            old, self.adapter, self._arriving = self.adapter, self._arriving, ""
+            if old and old != self.adapter:
+                self._unload(old)
 
     def discard(self) -> None:
         """See :meth:`RemoteSampler.discard_weights`."""
+        if self._arriving:
+            arriving, self._arriving = self._arriving, ""
+            self._unload(arriving)
+            return
         staged, self._staged = self._staged, False
         if staged and self._protocol.capabilities.applies_at_once:
             self._loop.fail(
@@ -118,6 +132,31 @@ class ServerWeights:
         """See :meth:`RemoteSampler.leave_group`."""
         calls = [self._protocol.leave_group(self._group_for(server, group)) for server in self._pool.servers]
         self._confirmed(f"leaving weight group {group.name}", calls)
+
+    def _load_adapter(self, source: DiskSource) -> None:
+        """Offer an adapter beside the one that requests ask for; servers keep no records of it."""
+        calls = [self._protocol.load_adapter(source.adapter, source.path) for _ in self._pool.servers]
+        self._arriving = source.adapter
+        self._confirmed(f"loading adapter {source.adapter}", calls, self._limit_s)
+
+    def _unload(self, adapter: str) -> None:
+        """Free the place of an adapter; one that stays does no harm but for the place."""
+        calls = self._protocol.unload_adapter(adapter)
+
+        async def on(server: Server) -> None:
+            try:
+                for call in calls:
+                    self._protocol.confirm([await server.http.send(call)])
+            except ArealError as exc:
+                logger.warning(f"{server.address} keeps adapter {adapter} until it ends: {exc}")
+
+        async def work() -> None:
+            await together(on(server) for server in self._pool.servers)
+
+        try:
+            self._loop.run(f"unloading adapter {adapter}", self._longest_s([calls]), work)
+        except TimeoutError as exc:
+            logger.warning(f"{exc}; the servers may keep it until they end")
 
     def _heads(self, source: WeightSource) -> list[ServerHeads] | None:
         """What servers that keep no records hold now; None where they do not tell."""

@@ -17,7 +17,12 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areal.engine.inference.http_client import ServerTimeoutError, ServerUnavailableError, pause_before_retry
+from areal.engine.inference.http_client import (
+    ServerRefusedError,
+    ServerTimeoutError,
+    ServerUnavailableError,
+    pause_before_retry,
+)
 from areal.engine.inference.protocol import ReplyError
 from areal.engine.inference.request_parts import Ask, PartedRequest, check_reply
 from areal.utils import logging
@@ -44,7 +49,7 @@ class StarvedRequestError(ArealError, RuntimeError):
 
 
 class StaleServerError(EngineError):
-    """A server generates with weights older than those it was given: it was started again behind our back."""
+    """A server lacks the weights or the adapter that it was given: it was started again behind our back."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class Traffic:
         self._sent: set[_Sent] = set()
         self._numbers = itertools.count()
         self._exchanges = 0  # of weights
+        self._adapter = ""  # that requests ask for; empty: none
         self._freezes = 0
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -150,6 +156,7 @@ class Traffic:
         Raises:
             ServerUnavailableError: no server answered.
             ServerRefusedError: a server says that the request is wrong.
+            StaleServerError: a server has lost the weights or the adapter that it was given.
             ReplyError: a reply cannot be used.
             StarvedRequestError: aborted too often in a row.
         """
@@ -188,10 +195,10 @@ class Traffic:
         await self.everywhere(self.protocol.resume())
         self._gate.set()
 
-    def exchanged(self, version: int) -> None:
-        """Servers generate with other weights from here on; they are frozen."""
+    def exchanged(self, version: int, adapter: str = "") -> None:
+        """Servers generate with other weights from here on, or requests ask for another adapter; they are frozen."""
         self._exchanges += 1
-        self.version = version
+        self.version, self._adapter = version, adapter
 
     async def everywhere(self, calls: Sequence[Any]) -> None:
         """Make control calls, in order on each server, on all servers at once."""
@@ -226,6 +233,8 @@ class Traffic:
         ask = request.ask(rid, self.waits.slice_tokens if protected else None)
         server = self.pool.pick(request.request.rid)
         call = self.protocol.generate(ask.request, ask.request.gconfig, ask.seed)
+        if self._adapter:
+            call = self.protocol.with_adapter(call, self._adapter)
         reply = asyncio.create_task(server.http.send(call, attempts=1, fresh=request.failures > 0))
         read = asyncio.get_running_loop().create_future()
         sent = _Sent(rid, server, ask, self.version, self._exchanges, self._freezes, protected, reply, read)
@@ -247,6 +256,13 @@ class Traffic:
             raise
         except ServerTimeoutError:
             self._abort(sent)
+            raise
+        except ServerRefusedError as exc:
+            if self._adapter and self._adapter in str(exc):
+                raise StaleServerError(
+                    f"{sent.server.address} has lost adapter {self._adapter}, which it was given (started again?): "
+                    f"{exc}"
+                ) from exc
             raise
         except ReplyError as exc:
             self.pool.failed(sent.server, exc)

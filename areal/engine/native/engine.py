@@ -6,14 +6,17 @@ worker thread (``worker``) computes them.
 Weights are double-buffered. :meth:`NativeEngine.stage_weights` copies into the spare buffer on the caller's thread
 while decoding goes on; :meth:`NativeEngine.commit_weights` has the worker exchange the buffers between two steps,
 paused or not. Requests in flight go on under the new version; each of their tokens carries the version that drew it.
+
+A version may also be an adapter of the weights in service (``adapter``): then the buffers are not exchanged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +27,13 @@ from areal.api.config.inference import NativeConfig
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.weight_receiver import SourceReceiver
 from areal.engine.core.weight_sync import ParamRecord
+from areal.engine.native.adapter import is_adapter_name, read_adapter
 from areal.engine.native.kv_cache import SlotCache
 from areal.engine.native.model import CausalLM
+from areal.engine.native.products import LowRank, Product
 from areal.engine.native.requests import Limits, build_sequence
 from areal.engine.native.scheduler import NativeStats, Scheduler
-from areal.engine.native.weights import ModelSpec, Weights
+from areal.engine.native.weights import ModelSpec, Weights, adapt
 from areal.engine.native.worker import Worker
 from areal.utils import logging
 from areal.utils.errors import EngineError, WeightSyncError
@@ -93,6 +98,7 @@ class NativeEngine(SourceReceiver):
         )
         self._staging = threading.RLock()
         self._staged: int | None = None  # version in the spare buffer, complete but not committed
+        self._adapter: list[tuple[Product, LowRank]] | None = None  # the staged version, where it is an adapter
 
     def start(self) -> None:
         """Start the worker thread; does nothing if it runs. The caller's idle OpenMP team makes room for its own."""
@@ -158,7 +164,8 @@ class NativeEngine(SourceReceiver):
         """Copy a complete set of weights into the spare buffer while decoding goes on.
 
         Args:
-            pairs: (checkpoint name, full tensor), any dtype, any order; a tied head may be left out.
+            pairs: (checkpoint name, full tensor), any dtype, any order; a tied head may be left out. Or an adapter of
+                the weights that are in service, which stay as they are.
             version: their version.
             lasting: the tensors stay as they are until the next call: some of the work is left for the first step.
         Returns: what was received, one record per pair.
@@ -167,9 +174,13 @@ class NativeEngine(SourceReceiver):
         """
         with self._staging, torch.inference_mode():
             self._worker.check_alive()
-            self._staged = None
+            self._staged, self._adapter = None, None
             self._worker.call(self._scheduler.weights.settle)
-            records = self._spare.load_all(pairs, torch.get_num_threads(), lasting)
+            first, pairs = _first_name(pairs)
+            if is_adapter_name(first):
+                self._adapter, records = read_adapter(self._scheduler.weights, pairs)
+            else:
+                records = self._spare.load_all(pairs, torch.get_num_threads(), lasting)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._staged = version
@@ -186,10 +197,15 @@ class NativeEngine(SourceReceiver):
     def discard_weights(self) -> None:
         """Forget what was staged."""
         with self._staging:
-            self._staged = None
+            self._staged, self._adapter = None, None
 
     def _exchange(self, version: int) -> None:
         current = self._scheduler.weights
+        if self._adapter is not None:
+            adapt(current, self._adapter)
+            self._adapter = None
+            self._scheduler.swap(current, version)
+            return
         self._spare.take_memory(current)
         self._scheduler.swap(self._spare, version)
         self._spare = current
@@ -233,6 +249,15 @@ def _open_model(model: str | os.PathLike[str] | PreTrainedModel) -> tuple[Any, I
     if os.path.isfile(os.path.join(model, "generation_config.json")):
         generation = GenerationConfig.from_pretrained(os.fspath(model))
     return config, HfDirectory(os.fspath(model)).tensors(), config.dtype or torch.float32, generation
+
+
+def _first_name(pairs: Iterable[tuple[str, Tensor]]) -> tuple[str, Iterable[tuple[str, Tensor]]]:
+    """Name of the first pair (empty: there is none), and the pairs, which are still all there."""
+    if isinstance(pairs, Sequence):
+        return (pairs[0][0] if pairs else ""), pairs
+    rest = iter(pairs)
+    head = list(itertools.islice(rest, 1))
+    return (head[0][0] if head else ""), itertools.chain(head, rest)
 
 
 def _resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:

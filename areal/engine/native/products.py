@@ -7,6 +7,8 @@ costs more than it saves. Made by ``weights``, called by ``model``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,20 +28,28 @@ def packs(weight: Tensor) -> bool:
     )
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a product: ``x @ down @ up``, with ``[in, r]`` and ``[r, out]``."""
+
+    down: Tensor
+    up: Tensor
+
+
 class Product:
-    """``x @ weight.T + bias``.
+    """``x @ weight.T + bias``, plus what an adapter adds.
 
     Args:
         weight: ``[out, in]``; filled later, by reference, or given to :meth:`refresh`.
         bias: ``[out]`` or None.
     """
 
-    __slots__ = ("_packed", "_transposed", "bias", "weight")
+    __slots__ = ("_packed", "_transposed", "adapter", "bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self._transposed = weight.t()
         self._packed: Tensor | None = None
+        self.adapter: LowRank | None = None
 
     @property
     def packs(self) -> bool:
@@ -67,12 +77,16 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """``[n, in]`` -> ``[n, out]``."""
         if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            out = F.linear(x, self.weight, self.bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return out if self.adapter is None else out.addmm_(torch.mm(x, self.adapter.down), self.adapter.up)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product added to ``residual`` ``[n, out]``; a new tensor."""
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")  # type: ignore[no-any-return]
-        out = torch.addmm(residual, x, self._transposed)
-        return out if self.bias is None else out.add_(self.bias)
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")
+        else:
+            out = torch.addmm(residual, x, self._transposed)
+            out = out if self.bias is None else out.add_(self.bias)
+        return out if self.adapter is None else out.addmm_(torch.mm(x, self.adapter.down), self.adapter.up)

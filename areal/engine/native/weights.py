@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areal.engine.core.weight_sync import ParamRecord
 from areal.engine.core.weight_threads import TASK_BYTES, torch_threads
-from areal.engine.native.products import Product, packs
+from areal.engine.native.products import LowRank, Product, packs
 from areal.utils.errors import UnsupportedFeatureError, WeightSyncError
 from areal.utils.runs import in_runs
 
@@ -168,7 +168,7 @@ class _LandingPlaces:
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """Where one checkpoint tensor goes: ``part(memory).copy_(src.reshape(shape).permute(order))``."""
 
     matrix: _Matrix | None  # None: a tensor with memory of its own
@@ -192,11 +192,15 @@ class Weights:
         dtype: dtype of every tensor here; what arrives is cast.
         device: where they lie.
         twin: the other buffer, if it is there already.
+
+    Attributes:
+        targets: where each checkpoint tensor goes, by name.
+        products: of all layers, and the head's.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, twin: Weights | None = None) -> None:
         self.spec, self.dtype, self.device = spec, dtype, device
-        self._targets: dict[str, _Target] = {}
+        self.targets: dict[str, Target] = {}
         self._lock = threading.Lock()
         self._left: list[Callable[[], object]] = []  # for the first step
         self._places: _LandingPlaces = _LandingPlaces() if twin is None else twin._places
@@ -207,17 +211,17 @@ class Weights:
             self.head = Product(self.embed)
         else:
             self.head = self._new_matrix("lm_head.weight", spec.vocab_size, spec.hidden)
-        self._products = [product for layer in self.layers for product in layer.products] + [self.head]
+        self.products = [product for layer in self.layers for product in layer.products] + [self.head]
 
     @property
     def names(self) -> list[str]:
         """Checkpoint names that make a complete set."""
-        return list(self._targets)
+        return list(self.targets)
 
     @property
     def packs(self) -> bool:
         """Whether a matrix is kept in a packed layout."""
-        return any(product.packs for product in self._products)
+        return any(product.packs for product in self.products)
 
     def settle(self) -> None:
         """Do what was left for the first step; the tensors that were loaded are not read any more."""
@@ -228,7 +232,7 @@ class Weights:
     def take_memory(self, previous: Weights) -> None:
         """Take over the packed memory of the weights that were in service before, if there is something to pack."""
         if self._left:
-            for product, old in zip(self._products, previous._products, strict=True):
+            for product, old in zip(self.products, previous.products, strict=True):
                 product.take_memory(old)
 
     def load(self, name: str, tensor: Tensor, lasting: bool = False) -> None:
@@ -244,7 +248,7 @@ class Weights:
         """
         if name == "lm_head.weight" and self.spec.tied:
             return
-        target = self._targets.get(name)
+        target = self.targets.get(name)
         if target is None:
             raise WeightSyncError(f"{name!r} is not a weight of this {self.spec.arch} model")
         if tuple(tensor.shape) != target.source_shape:
@@ -281,7 +285,7 @@ class Weights:
             if matrix.landing is None:
                 matrix.landing = self._places.take(matrix.placeholder)
             landing = matrix.landing
-        target = self._targets[name]
+        target = self.targets[name]
         target.part(landing).copy_(tensor.reshape(target.shape).permute(target.order))
 
     def _pack(self, matrix: _Matrix, parts: dict[str, Tensor | None]) -> None:
@@ -302,7 +306,7 @@ class Weights:
     def _is_matrix(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor can be packed as it is."""
         alike = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
-        return alike and self._targets[name].whole
+        return alike and self.targets[name].whole
 
     def load_all(
         self, pairs: Iterable[tuple[str, Tensor]], threads: int = 1, lasting: bool = False
@@ -318,6 +322,7 @@ class Weights:
             WeightSyncError: a name or shape is wrong, or a weight is missing at the end.
         """
         self._forget_parts()
+        adapt(self, ())
 
         def one(pair: tuple[str, Tensor]) -> ParamRecord:
             self.load(*pair, lasting=lasting)
@@ -332,10 +337,10 @@ class Weights:
                     records = [r for found in pool.map(lambda run: [one(pair) for pair in run], runs) for r in found]
                 else:
                     records = pool.submit(lambda: [one(pair) for pair in pairs]).result()
-        missing = set(self._targets) - {record.name for record in records}
+        missing = set(self.targets) - {record.name for record in records}
         if missing:
             shown = ", ".join(sorted(missing)[:5])
-            raise WeightSyncError(f"{len(missing)} of {len(self._targets)} weights did not arrive: {shown}")
+            raise WeightSyncError(f"{len(missing)} of {len(self.targets)} weights did not arrive: {shown}")
         if self.spec.tied and lasting:
             self._left.append(self.head.refresh)
         elif self.spec.tied:
@@ -345,7 +350,7 @@ class Weights:
     def _forget_parts(self) -> None:
         """Drop what an earlier, failed load left."""
         self._left.clear()
-        for target in self._targets.values():
+        for target in self.targets.values():
             if target.matrix is not None:
                 target.matrix.landing = None
                 target.matrix.arrived = {}
@@ -382,7 +387,7 @@ class Weights:
         matrix, memory = (home, None) if isinstance(home, _Matrix) else (None, home)
         if matrix is not None:
             matrix.parts.add(name)
-        self._targets[name] = _Target(matrix, memory, part, shape, order or tuple(range(len(shape))), source)
+        self.targets[name] = Target(matrix, memory, part, shape, order or tuple(range(len(shape))), source)
 
     def _new_layer(self, at: str) -> LayerWeights:
         spec = self.spec
@@ -418,8 +423,8 @@ class Weights:
         spec = self.spec
         kv, group, dim, half = spec.kv_heads, spec.group, spec.head_dim, spec.head_dim // 2
 
-        def paired(fused: Tensor) -> Tensor:
-            return fused.view(kv, group + 2, half, 2, *tail)
+        def paired(fused: Tensor) -> Tensor:  # of any width: adapters have rows like these
+            return fused.view(kv, group + 2, half, 2, *fused.shape[1:])
 
         rest = tuple(range(4, 4 + len(tail)))
         self._bind(
@@ -432,7 +437,7 @@ class Weights:
             (0, 2, 1, *rest), (kv * dim, *tail),
         )  # fmt: skip
         self._bind(
-            f"{attn}v_proj.{kind}", home, lambda fused: fused.view(kv, group + 2, dim, *tail)[:, group + 1],
+            f"{attn}v_proj.{kind}", home, lambda fused: fused.view(kv, group + 2, dim, *fused.shape[1:])[:, group + 1],
             (kv, dim, *tail), None, (kv * dim, *tail),
         )  # fmt: skip
 
@@ -445,6 +450,14 @@ class Weights:
         for name, rows in (("q_norm", slice(0, group)), ("k_norm", slice(group, group + 1))):
             self._bind(f"{attn}{name}.weight", paired, itemgetter(rows), (1, 2, half), (0, 2, 1), (spec.head_dim,))
         return fused
+
+
+def adapt(weights: Weights, terms: Iterable[tuple[Product, LowRank]]) -> None:
+    """Compute with an adapter from here on instead of the one before; with no terms without any."""
+    for product in weights.products:
+        product.adapter = None
+    for product, term in terms:
+        product.adapter = term
 
 
 def cis_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
