@@ -192,7 +192,7 @@ def test_offload_of_a_rank_that_shards_nothing_is_refused():
 @pytest.mark.parametrize(
     ("archon", "settings", "message"),
     [
-        ({}, {"use_lora": True}, "use_lora=true: .* set it to false"),
+        ({}, {"use_kernels": True}, "use_kernels=true: .* set it to false"),
     ],
 )
 def test_features_of_other_versions_are_refused_by_name(archon, settings, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -76,7 +77,6 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
     [
         ({"critic": {"backend": "fsdp:d1"}}, "critic.optimizer=null"),
         ({"critic": {"optimizer": {}, "mask_no_eos_with_zero": True}}, "critic.mask_no_eos_with_zero=true"),
-        ({"critic": {"optimizer": {}, "use_lora": True}}, "critic.use_lora"),
         ({"critic": {"optimizer": {}, "offload": True}}, "critic.offload=true: models leave"),
         ({"teacher": {"backend": "megatron:d1", "path": "x"}}, "teacher.backend=megatron:d1"),
         ({"teacher": {"backend": "fsdp:d1", "path": ""}}, "teacher.path=''"),
@@ -94,7 +94,33 @@ def test_check_supported_every_scheduler_passes_with_several_rollout_workers(kin
             {"actor": {"backend": "archon:d1", "archon": {"fp8_config": {"mode": "blockwise"}}}},
             "actor.archon.fp8_config.mode=blockwise",
         ),
-        ({"actor": {"use_lora": True}}, "actor.use_lora"),
+        ({"actor": {"use_kernels": True}}, "actor.use_kernels"),
+        ({"actor": {"backend": "archon:d1p2", "use_lora": True}}, "actor.use_lora=true: adapters are not cut"),
+        ({"actor": {"backend": "fsdp:d1t2", "use_lora": True}}, "actor.use_lora=true: adapters are not cut"),
+        ({"ref": {"path": "m", "use_lora": True}}, "ref.use_lora=true: no adapter of it is trained"),
+        ({"teacher": {"path": "m", "use_lora": True}}, "teacher.use_lora=true: no adapter of it is trained"),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora=true: no adapter is trained"),
+        ({"actor": {"backend": "archon:d2e2", "use_lora": True}}, "actor.use_lora=true: adapters are not cut"),
+        (
+            {"actor": {"use_lora": True, "init_from_scratch": True}},
+            "actor.use_lora=true with actor.init_from_scratch=true",
+        ),
+        (
+            {"critic": {"optimizer": {}, "use_lora": True, "init_from_scratch": True}},
+            "critic.use_lora=true with critic.init_from_scratch=true",
+        ),
+        (
+            {"actor": {"use_lora": True}, "rollout": {"use_lora": True}, "gconfig": {"lora_name": ""}},
+            "gconfig.lora_name='': ",
+        ),
+        (
+            {
+                "scheduler": {"type": "local"},
+                "actor": {"use_lora": True, "weight_update_mode": "xccl"},
+                "rollout": {"use_lora": True, "backend": "vllm:d1"},
+            },
+            "actor.weight_update_mode=xccl: vllm takes adapters by disk",
+        ),
         ({"actor": {"offload": True}}, "actor.offload=true: models leave"),
         ({"ref": {"backend": "fsdp:d1", "path": "m", "offload": True}}, "ref.offload=true: models leave"),
         ({"actor": {"_version": "v2"}}, "actor._version"),
@@ -122,12 +148,25 @@ def test_check_supported_feature_not_there_is_named(change: dict[str, Any], key:
 
 def test_check_supported_names_all_settings_at_once() -> None:
     config = _changed(
-        memory_profiler={}, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_lora": True}
+        memory_profiler={}, rollout={"backend": "sglang:d4"}, actor={"backend": "fsdp:d4", "use_kernels": True}
     )
 
     keys = [line.partition("=")[0] for line in unsupported(config)]
 
-    assert keys == ["memory_profiler", "actor.use_lora", "rollout.backend"]
+    assert keys == ["memory_profiler", "actor.use_kernels", "rollout.backend"]
+
+
+def test_check_supported_adapters_merged_or_sent_alone_pass() -> None:
+    assert unsupported(_changed(actor={"use_lora": True}, critic={"optimizer": {}, "use_lora": True})) == []
+    assert unsupported(_changed(actor={"use_lora": True}, rollout={"use_lora": True})) == []
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_check_supported_adapters_without_peft_name_the_extra(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    config = _changed(**{role: {"optimizer": {}, "use_lora": True}})
+    with pytest.raises(UnsupportedFeatureError, match=rf"{role}\.use_lora=true: .*pip install 'areal\[lora\]'"):
+        check_supported(config)
 
 
 def test_check_supported_critic_teacher_and_roles_that_leave_pass() -> None:

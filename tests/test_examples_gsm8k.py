@@ -74,3 +74,25 @@ def test_gsm8k_sft_smollm2_on_cpu_loss_goes_down(smollm2: Path, test_data: Path,
     losses = [json.loads(line)["stats"]["sft/loss/avg"] for line in stats_file.read_text().splitlines()]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.timeout(1500)
+def test_gsm8k_lora_smollm2_on_cpu_trains_and_saves_an_adapter(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
+    script = ["examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo_lora_cpu.yaml"]
+    settings = [
+        f"actor.path={smollm2}",
+        f"train_dataset.path={test_data / 'gsm8k'}",
+        f"cluster.fileroot={tmp_path}",
+        "total_train_steps=2",
+        "gconfig.max_new_tokens=48",
+        "rollout.weight_probe_interval=1",
+    ]
+
+    run([*script, *settings], 1200)
+
+    (stats_file,) = tmp_path.glob("logs/*/gsm8k-grpo-lora-cpu/trial0/stats.jsonl")
+    rows = [json.loads(line) for line in stats_file.read_text().splitlines() if '"stats"' in line]
+    assert [row["stats"]["weight_probe/abs_diff_max"] < 1e-2 for row in rows] == [True, True]
+    assert list(tmp_path.glob("checkpoints/*/gsm8k-grpo-lora-cpu/trial0/default/*/adapter_model.safetensors"))

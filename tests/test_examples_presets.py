@@ -160,5 +160,5 @@ def test_preset_files_and_table_name_the_same_algorithms() -> None:
     files = {path.stem.removeprefix("gsm8k_") for path in FOLDER.glob("gsm8k_*.yaml")}
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
 
-    assert files == {*PRESETS, "grpo_cpu", "grpo_vllm", "sft_cpu"}
+    assert files == {*PRESETS, "grpo_cpu", "grpo_lora", "grpo_lora_cpu", "grpo_vllm", "sft_cpu"}
     assert all(f"`{path.name}`" in readme for path in FOLDER.glob("*.yaml"))

@@ -249,7 +249,7 @@ def test_init_from_scratch_ignores_the_weights(model_dirs: dict[str, str]) -> No
         ({"backend": "fsdp:d2t2"}, ConfigError, "fsdp:d2t2 needs 4 processes"),
         ({"backend": "fsdp:c2"}, ConfigError, "needs 2 processes"),
         ({"attn_impl": "flash_attention_2"}, ConfigError, "attn_impl=flash_attention_2"),
-        ({"use_lora": True}, UnsupportedFeatureError, "LoRA"),
+        ({"use_kernels": True}, UnsupportedFeatureError, "hub kernels"),
         ({"dtype": "float16"}, UnsupportedFeatureError, "loss scaling"),
     ],
 )

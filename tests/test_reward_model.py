@@ -230,6 +230,8 @@ def test_directory_that_holds_no_whole_reward_model_is_refused_by_name(tmp_path:
     config = tmp_path / "headless" / "config.json"
     settings = json.loads(config.read_text()) | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     config.write_text(json.dumps(settings))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
 
     classifier().save_pretrained(tmp_path / "bare")
     classifier().save_pretrained(tmp_path / "wide")
@@ -244,6 +246,7 @@ def test_directory_that_holds_no_whole_reward_model_is_refused_by_name(tmp_path:
         ("policy", "it has 2 labels"),
         ("headless", "lacks the weights score.weight"),
         ("nothing", "no reward model could be loaded"),
+        ("adapter", "it is an adapter .*merge it into its base model"),
     ):
         with pytest.raises(ConfigError, match=message):
             resolve_reward_fn(RewardModel(str(tmp_path / name), device="cpu"))

@@ -93,12 +93,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 def test_dry_run_lists_every_refusal(
     dry_run: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = rl_config(tmp_path, model, "memory_profiler={}", "actor.use_lora=true", "critic={}")
+    config = rl_config(tmp_path, model, "memory_profiler={}", "actor.use_kernels=true", "critic={}")
     with pytest.raises(SystemExit) as stopped:
         PPOTrainer(config, train_dataset=rl_rows(config))
     printed = capsys.readouterr().out
     assert stopped.value.code == 2
-    for words in ("refused: memory_profiler", "refused: actor.use_lora", "refused: critic.optimizer=null"):
+    for words in ("refused: memory_profiler", "refused: actor.use_kernels", "refused: critic.optimizer=null"):
         assert words in printed
     assert "the run can start" not in printed
 
@@ -145,10 +145,10 @@ def test_dry_run_masks_secrets(dry_run: Any, model: str, tmp_path: Path, capsys:
 
 
 def test_unavailable_feature_raises_when_the_run_is_built_naming_all(tmp_path: Path) -> None:
-    config = rl_config(tmp_path, str(tmp_path / "none"), "actor.use_lora=true", "memory_profiler={}")
+    config = rl_config(tmp_path, str(tmp_path / "none"), "actor.use_kernels=true", "memory_profiler={}")
     with pytest.raises(ConfigError) as caught:
         PPOTrainer(config, train_dataset=[{}] * 32)
-    assert "actor.use_lora" in str(caught.value)
+    assert "actor.use_kernels" in str(caught.value)
     assert "memory_profiler" in str(caught.value)
 
 

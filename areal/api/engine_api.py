@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from areal.api.remote import remote
+from areal.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -161,6 +162,17 @@ class EngineState(abc.ABC):
     @abc.abstractmethod
     def load(self, meta: SaveLoadMeta) -> None:
         """Read what :meth:`save` wrote; every rank must call."""
+
+    sends_adapter: bool = False
+    """Whether what is published is a trained adapter, for samplers that hold its base model."""
+
+    @remote
+    def send_adapter(self) -> None:
+        """Publish the trained adapter alone from here on; ConfigError where none is trained, as by default."""
+        raise ConfigError(
+            f"rollout.use_lora=true: {type(self).__name__} publishes no adapter; set it to false, then samplers get "
+            "whole weights"
+        )
 
     @abc.abstractmethod
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:

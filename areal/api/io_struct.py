@@ -162,6 +162,7 @@ class SaveLoadMeta:
     processor: Any = None
     base_model_path: str | None = None
     naive_distributed: bool = False
+    merged: bool = False  # hf of a model with adapters: the whole model with them merged in, not the adapter
 
 
 @dataclass

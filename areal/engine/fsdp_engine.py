@@ -19,16 +19,18 @@ from areal.engine.core.engine_checkpoints import EngineCheckpoints
 from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade, WeightsFacade
 from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.loop import TrainLoop
+from areal.engine.core.lora import base_fingerprint, refuse_adapter
 from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.model import build_causal_lm
 from areal.engine.core.offload import Offloader
-from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
+from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, model_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
 from areal.engine.core.shared_prefix import check_tree_training
 from areal.engine.fsdp_utils.checkpoint import HfLayout
 from areal.engine.fsdp_utils.grad import shard_copies
 from areal.engine.fsdp_utils.loading import find_weights, load_streamed
+from areal.engine.fsdp_utils.lora import add_lora, lora_layouts
 from areal.engine.fsdp_utils.optimizer import build_shards
 from areal.engine.fsdp_utils.parallel import build_mesh, check_model, check_strategy, groups_of, shard_model
 from areal.utils import logging
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from areal.api.alloc_mode import ParallelStrategy
     from areal.api.cli_args import TrainEngineConfig
     from areal.api.io_struct import FinetuneSpec
+    from areal.engine.core.lora import LoraSpec
 
 logger = logging.getLogger("FSDPEngine")
 
@@ -127,12 +130,14 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
         if not self._grouped:
             self.create_process_group()
         _check_features(self.config, self._device, sharded=self._mesh is not None)
+        refuse_adapter(self.config.path)
         if self.config.fsdp.enable_compile:
             check_compile(self._device, self.groups, key="fsdp.enable_compile")
         dtype = getattr(torch, self.config.dtype)
         weights = find_weights(self.config, self.groups.cpu)
-        lm = build_causal_lm(self.config, parameter_dtype(self.config), self._device, empty=weights is not None)
+        lm = build_causal_lm(self.config, model_dtype(self.config), self._device, empty=weights is not None)
         assert self._strategy is not None
+        lora = add_lora(lm.module, self.config, self._strategy) if self.config.use_lora else None
         check_model(lm.module, self._strategy)
         self.module, lm.groups = lm.module, self.groups
         runner = SequentialRunner(lm)
@@ -157,9 +162,19 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
             )
             optimizer.copies = shard_copies(lm.module)
         self._loop = TrainLoop(self.config, runner, self.groups, self._device, optimizer)
-        self._checkpoints = EngineCheckpoints(HfLayout(lm.module), self._shards, optimizer, self.groups, dtype)
+        self._checkpoints = self._build_checkpoints(lm.module, lora, optimizer)
         self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
         watch_for_failures(self)
+
+    def _build_checkpoints(
+        self, model: PreTrainedModel, lora: LoraSpec | None, optimizer: ClippedOptimizer | None
+    ) -> EngineCheckpoints:
+        dtype = getattr(torch, self.config.dtype)
+        if lora is None:
+            return EngineCheckpoints(HfLayout(model), self._shards, optimizer, self.groups, dtype)
+        layout, merged = lora_layouts(model, lora)
+        identity = lora.identity(base_fingerprint([model]))
+        return EngineCheckpoints(layout, self._shards, optimizer, self.groups, dtype, whole=merged, identity=identity)
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""

@@ -14,6 +14,7 @@ model is loaded where episodes run, once per process and settings; calls that wa
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -244,6 +245,8 @@ def _load_classifier(path: str, device: str, dtype: str) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     remedy = "give a checkpoint of RWTrainer, or another sequence classifier with one label"
+    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+        remedy = "it is an adapter (actor.use_lora): merge it into its base model with peft, and give what that saves"
     try:
         labels = AutoConfig.from_pretrained(path).num_labels
         if labels != 1:

@@ -135,7 +135,7 @@ def test_dataset_smaller_than_a_batch_is_refused_before_a_model_loads(policy: st
     ("override", "word"),
     [
         ("critic={}", "critic"),
-        ("actor.use_lora=true", "use_lora"),
+        ("actor.use_kernels=true", "use_kernels"),
         ("rollout.backend=sglang:d1", "rollout.backend"),
         ("rollout.backend=native:d2", "rollout.backend"),
     ],

@@ -9,6 +9,7 @@ hardware can be read and checked. A section counts only if the run uses it: ``vl
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,7 +60,6 @@ SINGLE_CONTROLLER = (
 )
 TRAIN = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
-    Missing("use_lora", "LoRA is not available; set it to false", _is_true),
     Missing("use_kernels", "hub kernels are not available; set it to false", _is_true),
     Missing("dtype", "float16 needs loss scaling, which is not available; use bfloat16", lambda v: v == "float16"),
 )
@@ -72,7 +72,6 @@ BACKEND_SETTINGS = {"fsdp": FSDP, "archon": ARCHON}
 LANGUAGE = (Missing("is_critic", "this role is a language model; set it to false", _is_true),)
 ROLLOUT = (
     Missing("_version", "the v2 services of 1.x are not part of this version; use v1", lambda v: v != "v1"),
-    Missing("use_lora", "LoRA is not available; set it to false", _is_true),
     Missing("return_routed_experts", "routing replay needs SGLang; set it to false", _is_true),
     Missing("agent.mode", "agent workflows are not available", None),
     Missing("agent.agent_cls_path", "agent workflows are not available", None),
@@ -107,7 +106,8 @@ def check_supported(config: Any, *, spmd: bool = False) -> None:
 
 def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
     """Return one line per setting that cannot be honoured; empty when the run can be built."""
-    problems = [*_find(config, "", ROOT if spmd else (*SINGLE_CONTROLLER, *ROOT)), *_turns(config), *_critic(config)]
+    problems = list(_find(config, "", ROOT if spmd else (*SINGLE_CONTROLLER, *ROOT)))
+    problems += [*_turns(config), *_critic(config), *_lora(config)]
     for role in _TRAIN_ROLES:
         engine = getattr(config, role, None)
         if role == "ref" and getattr(config.actor, "kl_ctl", 1) == 0:
@@ -159,6 +159,46 @@ def _critic(config: Any) -> Iterator[str]:
         yield (
             "critic.mask_no_eos_with_zero=true: returns are made by the actor; set actor.mask_no_eos_with_zero=true too"
         )
+
+
+def _lora(config: Any) -> Iterator[str]:
+    """What is asked of adapters."""
+    for role in _TRAIN_ROLES:
+        engine = getattr(config, role, None)
+        if engine is not None and engine.use_lora:
+            yield from _adapted_role(config, engine, role)
+    rollout = getattr(config, "rollout", None)
+    if is_section(rollout) and rollout.use_lora:
+        yield from _adapter_samplers(config, rollout)
+
+
+def _adapted_role(config: Any, engine: Any, role: str) -> Iterator[str]:
+    if role in ("ref", "teacher") and not (role == "ref" and getattr(config.actor, "kl_ctl", 1) == 0):
+        yield f"{role}.use_lora=true: no adapter of it is trained, it is the model at its path; set it to false"
+    if importlib.util.find_spec("peft") is None:
+        yield f"{role}.use_lora=true: the package peft is not installed; pip install 'areal[lora]'"
+    if engine.init_from_scratch:
+        yield (
+            f"{role}.use_lora=true with {role}.init_from_scratch=true: checkpoints hold the adapter alone, so its base "
+            "would be saved nowhere; start from a saved model"
+        )
+    sizes = re.findall(r"[tpe](\d+)", engine.backend.partition(":")[2])
+    if any(int(size) > 1 for size in sizes):
+        yield f"{role}.use_lora=true: adapters are not cut by t, p or e ({engine.backend}); use d and c"
+
+
+def _adapter_samplers(config: Any, rollout: Any) -> Iterator[str]:
+    if not config.actor.use_lora:
+        yield "rollout.use_lora=true: no adapter is trained; set actor.use_lora=true too"
+    if not config.gconfig.lora_name:
+        yield "gconfig.lora_name='': adapters of rollout.use_lora=true need a name, at least one character"
+    kind, mode = _kind(rollout.backend), config.actor.weight_update_mode
+    if kind in ("vllm", "sglang") and mode not in ("auto", "disk"):
+        yield f"actor.weight_update_mode={mode}: {kind} takes adapters by disk; use disk or auto"
+    if kind == "vllm" and rollout.on_weight_update == "keep":
+        yield "rollout.on_weight_update=keep: a kept request goes on with the old adapter; use abort or auto"
+    if config.eval_gconfig is not None and config.eval_gconfig.lora_name != config.gconfig.lora_name:
+        yield "eval_gconfig.lora_name: samplers offer one adapter; leave it or take the name of gconfig"
 
 
 def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:

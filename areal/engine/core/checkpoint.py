@@ -255,7 +255,10 @@ def _saved_shapes(root: Path) -> dict[str, tuple[int, ...]]:
 def _check_state(root: Path, state: dict[str, Any], expected: Mapping[str, Any]) -> None:
     for key, value in expected.items():
         if key in state and state[key] != value:
-            raise CheckpointError(f"{root} was saved with {key}={state[key]}, this engine has {key}={value}")
+            raise CheckpointError(
+                f"{root} was saved with {key}={state[key]}, this engine has {key}={value}; go on with the model and "
+                "the settings of the saved run"
+            )
 
 
 def _read_state(root: Path) -> dict[str, Any]:

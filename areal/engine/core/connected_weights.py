@@ -226,4 +226,7 @@ def _check_meta(meta: WeightUpdateMeta) -> None:
             "offers the other ways (actor.weight_update_mode)"
         )
     if meta.use_lora:
-        raise UnsupportedFeatureError("WeightUpdateMeta.use_lora=True: only whole models are published")
+        raise UnsupportedFeatureError(
+            "WeightUpdateMeta.use_lora=True: a script publishes whole models, adapters merged in; leave it false (the "
+            "trainer sends adapters with rollout.use_lora=true)"
+        )

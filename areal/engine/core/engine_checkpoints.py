@@ -6,7 +6,7 @@ In: a ``ModelLayout``, its float32 masters and optimizer. Out: directories of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from areal.engine.core.checkpoint import load_dcp, load_optimizer_file, rng_state, save_dcp
 from areal.engine.core.hf_checkpoint import HfExport, HfTensor, export_hf
 from areal.engine.core.hf_load import load_hf_weights
+from areal.engine.core.lora_layout import ADAPTER_STEM
 from areal.engine.core.model_layout import ModelLayout, named_full_tensors, named_tensors
 from areal.engine.core.optimizer import ClippedOptimizer, ParamShards
 from areal.engine.core.staging import HostStage, Piece, PieceGatherer
 from areal.engine.core.tensor_parts import laid_out_like, local_part
-from areal.utils.errors import ConfigError
+from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from areal.api.io_struct import SaveLoadMeta
@@ -39,16 +40,22 @@ class EngineCheckpoints:
         optimizer: None for such an engine.
         groups: of this rank.
         dtype: of Hugging Face exports.
+        whole: of the whole model, where ``layout`` is an adapter; its base is in no checkpoint but a merged export.
+        identity: further entries that a recover point must agree with.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a checkpoint is made of
         self,
         layout: ModelLayout,
         shards: ParamShards | None,
         optimizer: ClippedOptimizer | None,
         groups: ParallelGroups,
         dtype: torch.dtype,
+        *,
+        whole: ModelLayout | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
+        self.whole, self._more_identity = whole or layout, dict(identity or {})
         self.layout, self.shards, self.optimizer, self.groups, self.dtype = layout, shards, optimizer, groups, dtype
         self._stage: HostStage | None = None
 
@@ -65,11 +72,14 @@ class EngineCheckpoints:
         """Copy what :meth:`save` would write to the host; the returned function writes it, from any thread.
 
         It must be called, on every rank, before the next ``stage``. Meanwhile weights may change.
+        A merged export cannot be staged.
 
         Raises:
             EngineError: the function of the previous snapshot has not returned yet.
         """
         _check_format(meta)
+        if meta.merged and self.whole is not self.layout:
+            raise UnsupportedFeatureError("SaveLoadMeta.merged=True: a merged export is not written in the background")
         if self._stage is None:
             self._stage = HostStage(self.groups.cpu)
         stage = self._stage
@@ -112,15 +122,17 @@ class EngineCheckpoints:
             self._stage = None
 
     def _save_hf(self, meta: SaveLoadMeta) -> None:
-        export = self._export((meta.tokenizer, meta.processor), self._optimizer_state() if meta.with_optim else None)
+        layout = self.whole if meta.merged else self.layout
+        state = self._optimizer_state() if meta.with_optim else None
+        export = self._export((meta.tokenizer, meta.processor), state, layout)
         if self.groups.pp is None:
-            total = sum(parameter.numel() for _, parameter in self.layout.named_parameters()) * self.dtype.itemsize
-            pairs = named_full_tensors(self.layout, self.dtype)
+            total = sum(parameter.numel() for _, parameter in layout.named_parameters()) * self.dtype.itemsize
+            pairs = named_full_tensors(layout, self.dtype)
             tensors: Iterator[HfTensor] = (_fetched(name, full) for name, full in pairs)
         else:  # ranks of other stages have other tensors, so gathering takes more than the ranks that hold a part
-            pieces = {n: Piece.of(t, local_part(t), self._export_dtype(t)) for n, t in named_tensors(self.layout)}
+            pieces = {n: Piece.of(t, local_part(t), self._export_dtype(t)) for n, t in named_tensors(layout)}
             gatherer = PieceGatherer(pieces, self.groups.cpu)
-            total, tensors = gatherer.total_bytes, _gathered(self.layout, gatherer)
+            total, tensors = gatherer.total_bytes, _gathered(layout, gatherer)
         export_hf(meta.path, export, tensors, total, self.groups.cpu)
 
     def _stage_hf(self, meta: SaveLoadMeta, stage: HostStage) -> Callable[[], None]:
@@ -131,7 +143,7 @@ class EngineCheckpoints:
         state = None
         if meta.with_optim:
             state = {name: stage.keep(f"hf.optim.{name}", value) for name, value in self._optimizer_state().items()}
-        export = self._export((stage.own_copy(meta.tokenizer), stage.own_copy(meta.processor)), state)
+        export = self._export((stage.own_copy(meta.tokenizer), stage.own_copy(meta.processor)), state, self.layout)
         path, layout = meta.path, self.layout
 
         def write() -> None:
@@ -148,10 +160,14 @@ class EngineCheckpoints:
         rng, document, path = rng_state(), self._document(version), meta.path
         return lambda: save_dcp(path, tensors, rng, document, stage.group)
 
-    def _export(self, extras: tuple[Any, ...], optimizer_state: dict[str, Tensor] | None) -> HfExport:
-        """Everything but the weights."""
-        config, generation_config = self.layout.configs()
+    def _export(
+        self, extras: tuple[Any, ...], optimizer_state: dict[str, Tensor] | None, layout: ModelLayout
+    ) -> HfExport:
+        """Everything but the weights; beside an adapter there is no tokenizer, as it is its base model's."""
+        config, generation_config = layout.configs()
         config.dtype = self.dtype
+        if layout is not self.whole:
+            return HfExport(config, None, (), optimizer_state, ADAPTER_STEM)
         kept = tuple(extra for extra in extras if extra is not None)
         return HfExport(config, generation_config, kept, optimizer_state)
 
@@ -165,7 +181,7 @@ class EngineCheckpoints:
         return state
 
     def _identity(self) -> dict[str, Any]:
-        return {"model_type": self.layout.model_type}
+        return {"model_type": self.layout.model_type, **self._more_identity}
 
     def _optimizer_to_save(self, meta: SaveLoadMeta) -> ClippedOptimizer | None:
         return self.optimizer if meta.with_optim else None

@@ -17,12 +17,13 @@ from torch import Tensor
 from areal.api.engine_api import EngineCompute, EngineTopology, LossFn, LossWeightFn
 from areal.engine.core.distributed import group_rank, group_size
 from areal.engine.core.loop import TrainLoop
+from areal.engine.core.lora_layout import AdapterLayout, PublishedAdapter
 from areal.engine.core.memory import MEMORY_SCOPE, memory_of
 from areal.engine.core.model_layout import named_full_tensors
 from areal.engine.core.offload import ResidencyFacade
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.utils import stats_tracker
-from areal.utils.errors import EngineError
+from areal.utils.errors import ConfigError, EngineError
 from areal.utils.ranks import gather_json, value_of_rank
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from areal.api.io_struct import SaveLoadMeta, WeightUpdateMeta
     from areal.engine.core.connected_weights import ConnectedWeights
     from areal.engine.core.engine_checkpoints import EngineCheckpoints
+    from areal.engine.core.model_layout import ModelLayout
     from areal.engine.core.optimizer import ParamShards
 
 _GIB = 1024**3
@@ -165,19 +167,40 @@ class WeightsFacade(ResidencyFacade):
     _checkpoints: EngineCheckpoints | None
     _shards: ParamShards | None
     _version: int
+    sends_adapter: bool = False
 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """``(checkpoint name, full tensor)`` in ``config.dtype``, tied weights once; every rank must iterate.
 
-        Tensors may alias the engine's own: a receiver copies them.
+        Adapters are merged in, or after :meth:`send_adapter` all there is. Tensors may alias the engine's own: a
+        receiver copies them.
         """
         with self.resident():
-            yield from named_full_tensors(self._saving().layout, getattr(torch, self.config.dtype))
+            yield from named_full_tensors(self.published_layout, getattr(torch, self.config.dtype))
+
+    @property
+    def published_layout(self) -> ModelLayout:
+        """Of what samplers get."""
+        saving = self._saving()
+        if not self.sends_adapter:
+            return saving.whole
+        assert isinstance(saving.layout, AdapterLayout)
+        return PublishedAdapter.of(saving.layout)
+
+    def send_adapter(self) -> None:
+        """Publish the trained adapter from here on, to samplers that hold the base model; every rank calls.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        if not isinstance(self._saving().layout, AdapterLayout):
+            raise ConfigError("rollout.use_lora=true: the actor trains no adapter; set actor.use_lora=true")
+        self.sends_adapter = True
 
     @property
     def hf_config(self) -> Any:
         """A copy of the model's Hugging Face config, as a checkpoint has it."""
-        return self._saving().layout.configs()[0]
+        return self._saving().whole.configs()[0]
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write ``meta.path`` as ``hf`` (to exchange) or ``dcp`` (to resume), whole or not at all; every rank calls.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 5_000_000_000
 SHARDED_FROM_BYTES = 1_000_000_000  # smaller models are one file, written by rank 0
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_STEM = "model"
+_WEIGHTS, _INDEX = f"{MODEL_STEM}.safetensors", f"{MODEL_STEM}.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,14 @@ class HfExport:
         config, generation_config: of the model; the config names the dtype of the files.
         extras: tokenizer and processor (objects with ``save_pretrained``).
         optimizer_state: this rank's shards, for a file per rank beside the weights; None writes none.
+        stem: of the weights' file; others than a model's are written by rank 0 and never cut.
     """
 
     config: Any
     generation_config: Any
     extras: tuple[Any, ...] = ()
     optimizer_state: Mapping[str, Tensor] | None = None
+    stem: str = MODEL_STEM
 
 
 def export_hf(
@@ -84,7 +87,8 @@ def export_hf(
         CheckpointError: a rank could not write, on every rank; what was at ``path`` is unchanged.
     """
     with shared_directory(path, group) as work:
-        files = FilePlan(total_bytes, _n_writers(total_bytes, group))
+        cut = export.stem == MODEL_STEM
+        files = FilePlan(total_bytes, _n_writers(total_bytes, group) if cut else 1, export.stem)
         _write_own_files(work, tensors, files, group_rank(group))
         if group_rank(group) == 0:
             _write_small_files(work, export, files)
@@ -95,8 +99,9 @@ def export_hf(
 class FilePlan:
     """Which rank writes which tensor into which file; every rank makes the same plan from the sizes alone."""
 
-    def __init__(self, total_bytes: int, n_writers: int) -> None:
-        self.total_bytes, self.n_writers = total_bytes, n_writers
+    def __init__(self, total_bytes: int, n_writers: int, stem: str = MODEL_STEM) -> None:
+        self.total_bytes, self.n_writers, self.stem = total_bytes, n_writers, stem
+        self.limit = MAX_FILE_BYTES if stem == MODEL_STEM else total_bytes
         self.files: list[_File] = []
         self.placed_bytes = 0
 
@@ -105,7 +110,7 @@ class FilePlan:
         share = self.placed_bytes * self.n_writers // max(1, self.total_bytes)
         owner = min(share, self.n_writers - 1)
         last = self.files[-1] if self.files else None
-        if last is None or last.owner != owner or last.n_bytes + n_bytes > MAX_FILE_BYTES:
+        if last is None or last.owner != owner or last.n_bytes + n_bytes > self.limit:
             last = _File(owner)
             self.files.append(last)
         last.names.append(name)
@@ -116,7 +121,9 @@ class FilePlan:
     def file_name(self, number: int) -> str:
         """Final name of a file; known when every tensor has its place."""
         n_files = len(self.files)
-        return _WEIGHTS if n_files == 1 else f"model-{number + 1:05d}-of-{n_files:05d}.safetensors"
+        return (
+            f"{self.stem}.safetensors" if n_files == 1 else f"{self.stem}-{number + 1:05d}-of-{n_files:05d}.safetensors"
+        )
 
     def index(self) -> dict[str, Any]:
         """Content of the index file."""

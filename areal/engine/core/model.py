@@ -241,13 +241,10 @@ def _why_not(wanted: str, device: torch.device, dtype: torch.dtype, *, training:
 
 
 def refuse_later_features(config: TrainEngineConfig) -> None:
-    refused = {
-        "use_lora": "LoRA",
-        "use_kernels": "hub kernels",
-    }
-    for name, feature in refused.items():
-        if getattr(config, name):
-            raise UnsupportedFeatureError(f"{name}=true: {feature} is not available in this version; set it to false")
+    if config.use_kernels:
+        raise UnsupportedFeatureError(
+            "use_kernels=true: hub kernels are not available in this version; set it to false"
+        )
     if config.dtype == "float16" and config.optimizer is not None:
         raise UnsupportedFeatureError(
             "dtype=float16: training in float16 needs loss scaling, which is not available; use bfloat16 or float32"

@@ -32,8 +32,14 @@ logger = logging.getLogger("Optimizer")
 _CLIP_EPS = 1e-6
 
 
+def model_dtype(config: TrainEngineConfig) -> torch.dtype:
+    """Dtype that the model is loaded in: of what is trained; a base that stays frozen needs no masters."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype if config.use_lora else parameter_dtype(config)
+
+
 def parameter_dtype(config: TrainEngineConfig) -> torch.dtype:
-    """Dtype that the model is loaded in: float32 masters where it is trained, except for adam_bf16."""
+    """Dtype of what is trained: float32 masters, except for adam_bf16; of a model that only scores its own."""
     if config.optimizer is None or config.optimizer.type == "adam_bf16":
         dtype: torch.dtype = getattr(torch, config.dtype)
         return dtype

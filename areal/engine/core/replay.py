@@ -184,7 +184,8 @@ def _restore(root: Path, document: dict[str, Any]) -> Any:
     """The engine as it was before the step."""
     settings = json.loads((root / CONFIG_FILE).read_text())
     # The model comes from the recover point, so its path at the time need not exist any more.
-    settings |= {"path": str(root / MODEL_DIR), "init_from_scratch": True}
+    if not settings["use_lora"]:  # of adapters it holds nothing but them: their base is still read from its path
+        settings |= {"path": str(root / MODEL_DIR), "init_from_scratch": True}
     settings["fsdp"]["memory_efficient_load"] = False
     settings["failure_capture"]["max_captures"] = 0
     settings["optimizer"]["max_nonfinite_steps"] = 2  # one such step is what we came to see

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from areal.engine.core.hf_checkpoint import HfDirectory
+from areal.engine.core.lora_layout import adapter_pairs, holds_adapter
 from areal.engine.core.shared_weights import WeightManifest, read_weights
 from areal.engine.core.weight_groups import Memberships
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, WeightSource, XcclSource
@@ -56,7 +57,7 @@ def open_source(
 
 def _read_directory(source: DiskSource) -> Iterator[tuple[str, Tensor]]:
     try:
-        yield from HfDirectory(source.path).tensors()
+        yield from adapter_pairs(source.path) if holds_adapter(source.path) else HfDirectory(source.path).tensors()
     except (CheckpointError, OSError) as exc:
         raise WeightSyncError(f"weights v{source.version}: {exc}") from exc
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal.api.io_struct import ParamSpec, SaveLoadMeta
 from areal.engine.core.hf_checkpoint import HfDirectory
+from areal.engine.core.lora_layout import adapter_pairs
 from areal.engine.core.shared_weights import WeightManifest, WeightWriter
 from areal.engine.core.weight_groups import Membership, WeightGroupLostError, enter_group, open_store
 from areal.engine.core.weight_heads import head_names
@@ -63,11 +64,17 @@ class WeightSender:
         return self._send(lambda pairs: writer.write(pairs, version, keep))
 
     def write_directory(self, path: str) -> list[ParamRecord] | None:
-        """Write a Hugging Face directory, whole or not at all; every rank calls, the first one says what is in it."""
+        """Write a Hugging Face directory, whole or not at all; every rank calls, the first one says what is in it.
+
+        An engine that publishes its adapter alone writes peft's directory.
+        """
         save: Any = self._engine.save
-        save(SaveLoadMeta(path, "hf", with_optim=False))
+        adapter = getattr(self._engine, "sends_adapter", False)
+        save(SaveLoadMeta(path, "hf", with_optim=False, merged=not adapter))
         if not self._first():
             return None
+        if adapter:
+            return [ParamRecord.of(name, tensor) for name, tensor in adapter_pairs(path)]
         directory = HfDirectory(path)
         shown = head_names(directory.shapes)
         return [ParamRecord.of(name, tensor, head=name in shown) for name, tensor in directory.tensors()]

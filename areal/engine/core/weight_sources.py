@@ -57,12 +57,16 @@ class XcclSource:
 
 @dataclass
 class DiskSource:
-    """A complete Hugging Face directory, what was written into it, and the limit of reading it (None: the reader's)."""
+    """A complete Hugging Face directory, what was written into it, and the limit of reading it (None: the reader's).
+
+    One with an adapter says under which name servers offer it.
+    """
 
     version: int
     path: str
     records: list[ParamRecord] = field(default_factory=list)
     timeout_s: float | None = None
+    adapter: str = ""
 
 
 WeightSource = WeightManifest | XcclSource | DiskSource

@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from areal.api.io_struct import ParamSpec
+from areal.api.io_struct import ParamSpec, get_versioned_lora_name
 from areal.engine.core.shared_weights import WeightManifest, any_rank
 from areal.engine.core.weight_groups import WeightGroupLostError
 from areal.engine.core.weight_heads import ServerHeads, compare_heads
@@ -70,6 +70,7 @@ class TransferSettings:
         directory: disk: where the directories of versions are made.
         torch_helper: xccl: receivers build the group with torch's helper, as SGLang does.
         host: xccl: address of the first train rank; None: that of its job.
+        lora_name: disk: what is sent is an adapter; base of the name of each version. Empty: it is a whole model.
     """
 
     bucket_bytes: int = 1 << 30
@@ -77,6 +78,7 @@ class TransferSettings:
     directory: str | None = None
     torch_helper: bool = False
     host: str | None = None
+    lora_name: str = ""
 
 
 class Route(abc.ABC):
@@ -163,7 +165,9 @@ class DirectoryRoute(_FixedSource):
     def prepare(self, version: int) -> None:
         path = os.path.join(self.settings.directory or "", f"weight_update_v{version}")
         records = self.ranks.call("save_weights", path)[0]
-        self._prepared = DiskSource(version, path, records, self.settings.timeout_s), records
+        name = self.settings.lora_name
+        adapter = get_versioned_lora_name(name, version) if name else ""
+        self._prepared = DiskSource(version, path, records, self.settings.timeout_s, adapter), records
 
     def in_service(self) -> None:
         super().in_service()

@@ -17,6 +17,7 @@ from areal.engine.core.empty_model import materialize
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.hf_load import check_model_type
 from areal.engine.core.hf_names import CheckpointNames
+from areal.engine.core.lora import fill_adapters, is_adapter, plain_name
 from areal.engine.core.model_layout import TensorSource, persistent_buffers
 from areal.engine.core.tensor_parts import Index
 from areal.engine.core.value_head import (
@@ -48,23 +49,28 @@ class HfLayout:
         ignored = list(model._keys_to_ignore_on_load_missing or ())
         self.optional = {name for name, _ in persistent_buffers(model) if any(re.search(p, name) for p in ignored)}
         self.is_critic = has_value_head(model)
+        self.optional |= {name for name, _ in model.named_parameters() if is_adapter(name)}
         if self.is_critic:
             self.optional.add(VALUE_HEAD)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See ``ModelLayout``; the names are transformers'."""
-        yield from self.model.named_parameters()
+        """See ``ModelLayout``; the names are transformers', of the plain model where there are adapters."""
+        for name, parameter in self.model.named_parameters():
+            yield plain_name(name), parameter
 
     def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """See ``ModelLayout``."""
         return persistent_buffers(self.model)
 
     def materialize(self, device: torch.device) -> None:
-        """See ``ModelLayout``; an empty value head gets its fresh values."""
+        """See ``ModelLayout``; an empty value head and empty adapters get their fresh values."""
         fresh = self.is_critic and value_weight(self.model).is_meta
+        adapters = any(is_adapter(name) and p.is_meta for name, p in self.model.named_parameters())
         materialize(self.model, device)
         if fresh:
             fill_value_head(value_weight(self.model), self.model.config.get_text_config().initializer_range)
+        if adapters:
+            fill_adapters(self.model)
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """See ``ModelLayout``."""

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 
 from areal.engine.core.checkpoint import listed
 from areal.engine.core.hf_checkpoint import HfDirectory
+from areal.engine.core.lora import is_adapter, plain_name
 from areal.engine.core.model_layout import persistent_buffers
 from areal.engine.core.tensor_parts import Index
 from areal.utils.errors import CheckpointError
@@ -61,7 +62,8 @@ class ModelNames:
     def __init__(self, directory: HfDirectory, model: PreTrainedModel) -> None:
         """Args: ``model`` may be sharded, and on the meta device."""
         self.directory, self._model = directory, model
-        names: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        named = model.named_parameters(remove_duplicate=False)
+        names: dict[str, Tensor] = {plain_name(name): tensor for name, tensor in named if not is_adapter(name)}
         names.update(persistent_buffers(model))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.unexpected: list[str] = []
@@ -137,7 +139,8 @@ class ModelNames:
             CheckpointError: the files hold two different tensors for weights that the config ties.
         """
         first: dict[int, str] = {}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        for own, parameter in self._model.named_parameters(remove_duplicate=False):
+            name = plain_name(own)
             kept = first.setdefault(id(parameter), name)
             if kept == name or name not in self._direct:
                 continue

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from areal.engine.core import lora
 from areal.engine.core.checkpoint import check_names
 from areal.engine.core.empty_model import materialize
 from areal.engine.core.hf_checkpoint import HfDirectory
 from areal.engine.core.hf_load import check_model_type, weights_directory
+from areal.engine.core.lora import is_adapter
 from areal.engine.core.model_layout import named_tensors, persistent_buffers
 from areal.engine.core.tensor_parts import Index
 from areal.engine.core.value_head import (
@@ -62,6 +64,7 @@ class ArchonLayout:
         self.args = adapter.args
         self.model_type: str = config.model_type
         self.optional: set[str] = {VALUE_HEAD} if self.args.is_critic else set()
+        self.optional |= {name for name, _ in self.named_parameters() if is_adapter(name)}
         self._generation_config = None if self.args.is_critic else _generation_config(path)
         names = [name for name, _ in named_tensors(self)]
         assert len(names) == len(set(names)), "parts of a model have the same names"
@@ -69,10 +72,10 @@ class ArchonLayout:
         self.copies = {HEAD: EMBEDDING} if self.args.tied and HEAD in names else {}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """See ``ModelLayout``; without the parts of names that wrappers of modules add."""
+        """See ``ModelLayout``; without the parts of names that wrappers of modules and adapters add."""
         for part in self.parts:
             for name, parameter in part.named_parameters():
-                yield plain_name(name), parameter
+                yield lora.plain_name(plain_name(name)), parameter
 
     def persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """See ``ModelLayout``."""
@@ -88,6 +91,8 @@ class ArchonLayout:
         for part in self.parts:
             materialize(part, device)
             part.init_buffers(device)
+            if any(is_adapter(name) for name in empty):
+                lora.fill_adapters(part)
         for name, parameter in self.named_parameters():
             if name == VALUE_HEAD and name in empty:
                 fill_value_head(parameter, self.args.init_std)

@@ -27,9 +27,10 @@ from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade
 from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.hf_load import load_streamed
 from areal.engine.core.loop import TrainLoop
+from areal.engine.core.lora import base_fingerprint, refuse_adapter
 from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.offload import Offloader
-from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, parameter_dtype
+from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, model_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.shared_prefix import check_tree_training, tree_attention
 from areal.engine.fsdp_utils.grad import shard_copies
@@ -58,6 +59,7 @@ from areal.experimental.engine.archon_weight_sync import (
     update_weights_from_disk,
     update_weights_from_distributed,
 )
+from areal.experimental.models.archon.lora import add_lora, check_lora, lora_layouts
 from areal.experimental.models.archon.model_spec import ModelSpec, get_model_spec
 from areal.experimental.models.archon.parallelize import FsdpOptions, check_parallelism, parallelize_model
 from areal.experimental.models.archon.pipeline_split import (
@@ -133,6 +135,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         self.options: TrainingOptions | None = None
 
         # Model
+        refuse_adapter(config.path)
         self.model_config = AutoConfig.from_pretrained(config.path)
         self.spec: ModelSpec = get_model_spec(self.model_config.model_type)
         self.args: ModelArgs | None = None
@@ -209,11 +212,12 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         if self.options.compile is not None:
             check_compile(self._device, self.groups, key="archon.enable_compile")
         with torch.device("meta"):
-            whole = self.spec.model_class(self.args).to(parameter_dtype(config))
+            whole = self.spec.model_class(self.args).to(model_dtype(config))
+        adapter = self.spec.state_dict_adapter_class(self.args, _directory(config.path))
+        lora = add_lora(whole, config, adapter) if config.use_lora else None
         self._apply_pipeline_parallelism(whole)
         release = self._apply_parallelism()
         self.module = self.parts[0] if len(self.parts) == 1 else ModelParts(self.parts)
-        adapter = self.spec.state_dict_adapter_class(self.args, _directory(config.path))
         self._layout = ArchonLayout(self.parts, adapter, self.model_config, config.path)
         self._load_weights()
         self._create_runner(release)
@@ -221,7 +225,14 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         assert self.runner is not None
         self._loop = TrainLoop(config, self.runner, self.groups, self._device, optimizer)
         dtype = getattr(torch, config.dtype)
-        self._checkpoints = EngineCheckpoints(self._layout, self._shards, optimizer, self.groups, dtype)
+        if lora is None:
+            self._checkpoints = EngineCheckpoints(self._layout, self._shards, optimizer, self.groups, dtype)
+        else:
+            trained, merged = lora_layouts(self._layout, config.path, lora)
+            identity = lora.identity(base_fingerprint(self.parts))
+            self._checkpoints = EngineCheckpoints(
+                trained, self._shards, optimizer, self.groups, dtype, whole=merged, identity=identity
+            )
         self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
         watch_for_failures(self)
 
@@ -246,6 +257,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         if self.args.moe is not None and archon.moe_router_dtype is None:
             self.args = replace(self.args, moe=replace(self.args.moe, router_dtype=None))
         check_parallelism(self.args, dims)
+        check_lora(self.config, dims, has_experts=self.args.moe is not None)
         if dims.pp_enabled:
             self.stage_modules = self._split_modules()
 
@@ -390,7 +402,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
     def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See :class:`WeightsFacade`. In a pipeline the first rank gets all tensors, the others their own stages'."""
         with self.resident():
-            yield from full_tensors(self._saving().layout, getattr(torch, self.config.dtype), self.groups.pp)
+            yield from full_tensors(self.published_layout, getattr(torch, self.config.dtype), self.groups.pp)
 
     def connect_engine(self, engine: Any, meta: WeightUpdateMeta) -> None:
         """See :class:`RolloutFacade`; for ``xccl`` the servers join the group of weight updates now."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from areal.engine.core.lora import is_adapter
 from areal.engine.core.tensor_parts import local_part, own_index
 from areal.utils.ranks import gather_json
 
@@ -30,6 +31,8 @@ def init_weights(layout: ArchonLayout, group: dist.ProcessGroup | None) -> None:
     """
     seed = torch.initial_seed() if group is None else gather_json(torch.initial_seed(), group)[0]
     for name, parameter in layout.named_parameters():
+        if is_adapter(name):  # they have their fresh values
+            continue
         own = local_part(parameter)
         if parameter.dim() == 1:
             own.fill_(0.0 if name.endswith("bias") else 1.0)
