@@ -138,6 +138,8 @@ FOUR_RANKS = [
 ]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("layout", "name"), FOUR_RANKS)
 def test_four_ranks_families_equal_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str, name: str
@@ -146,6 +148,8 @@ def test_four_ranks_families_equal_one_process(
     _check(four_ranks, model_dirs[name], layout, cases, UNEVEN)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["d2t2", "d2c2"])
 def test_four_ranks_empty_shard_and_masked_rows_equal_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str
@@ -201,6 +205,8 @@ def test_two_ranks_token_limit_is_kept_in_every_micro_batch(
     assert len(counts) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["d2t2", "d2c2"])
 def test_four_ranks_one_sequence_above_the_limit_is_an_error_on_every_rank(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str
@@ -267,6 +273,8 @@ def test_two_ranks_impossible_layout_is_refused_on_every_rank(  # noqa: PLR0913 
         assert words in message
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "model_groups", "data"),
     [
@@ -289,6 +297,8 @@ def test_four_ranks_places_of_a_layout_are_as_documented(
     assert max(place["elements"] for place in found) < total / 4 * 1.2  # norms are whole on each tensor-parallel rank
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("layout", "name"), [("d2t2", "uneven"), ("c2t2", "qwen3"), ("d2c2", "gemma")])
 def test_four_ranks_hf_export_loads_in_transformers_and_in_the_layout(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str, name: str, tmp_path: Path
@@ -301,6 +311,8 @@ def test_four_ranks_hf_export_loads_in_transformers_and_in_the_layout(
             assert torch.equal(value, loaded[key]), key
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["d4", "d2t2", "d2c2", "c2t2"])
 def test_four_ranks_bfloat16_trains_close_to_float32(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str
@@ -338,6 +350,8 @@ def test_vocabulary_parallel_head_in_chunks_equals_a_whole_head(two_ranks: LiveG
         assert max(differences.values()) < 2e-5, differences
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["d2t2", "c2t2"])
 def test_four_ranks_ppo_role_equals_one_process(four_ranks: LiveGroup, model_dirs: dict[str, str], layout: str) -> None:
     arguments = {"path": model_dirs["qwen2"], "first_groups": 1, "ppo_n_minibatches": 1}
@@ -350,6 +364,8 @@ def test_four_ranks_ppo_role_equals_one_process(four_ranks: LiveGroup, model_dir
             assert result["stats"][name] == pytest.approx(expected["stats"][name], rel=1e-5), key
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_four_ranks_more_micro_batches_than_any_rank_has_rows_is_an_error_on_every_rank(
     four_ranks: LiveGroup, model_dirs: dict[str, str]
 ) -> None:

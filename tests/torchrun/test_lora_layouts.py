@@ -15,6 +15,8 @@ from tests.torchrun import lora_cells as cells
 from tests.torchrun.layout_cells import LENGTHS
 from tests.torchrun.live_group import LiveGroup
 
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+
 EVERYTHING = list(range(len(LENGTHS)))
 SHARDS = {"1": [EVERYTHING], "d2": [EVERYTHING[:5], EVERYTHING[5:]], "c2": [EVERYTHING]}
 
