@@ -30,20 +30,22 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def run_two_rl_steps(config: str, model: Path, data: Path, root: Path, *more: str) -> None:
+    settings = [
+        f"actor.path={model}",
+        f"train_dataset.path={data / 'gsm8k'}",
+        f"cluster.fileroot={root}",
+        "total_train_steps=2",
+        "gconfig.max_new_tokens=48",
+    ]
+    run(["examples/math/gsm8k_rl.py", "--config", f"examples/math/{config}", *settings, *more], 1200)
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
 def test_gsm8k_rl_smollm2_on_cpu_trains_real_steps(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
-    script = ["examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo_cpu.yaml"]
-    settings = [
-        f"actor.path={smollm2}",
-        f"train_dataset.path={test_data / 'gsm8k'}",
-        f"cluster.fileroot={tmp_path}",
-        "total_train_steps=2",
-        "gconfig.max_new_tokens=48",
-    ]
-
-    run([*script, *settings], 1200)
+    run_two_rl_steps("gsm8k_grpo_cpu.yaml", smollm2, test_data, tmp_path)
 
     (stats_file,) = tmp_path.glob("logs/*/gsm8k-grpo-cpu/trial0/stats.jsonl")
     rows = [json.loads(line) for line in stats_file.read_text().splitlines() if '"stats"' in line]
@@ -80,17 +82,7 @@ def test_gsm8k_sft_smollm2_on_cpu_loss_goes_down(smollm2: Path, test_data: Path,
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
 def test_gsm8k_lora_smollm2_on_cpu_trains_and_saves_an_adapter(smollm2: Path, test_data: Path, tmp_path: Path) -> None:
-    script = ["examples/math/gsm8k_rl.py", "--config", "examples/math/gsm8k_grpo_lora_cpu.yaml"]
-    settings = [
-        f"actor.path={smollm2}",
-        f"train_dataset.path={test_data / 'gsm8k'}",
-        f"cluster.fileroot={tmp_path}",
-        "total_train_steps=2",
-        "gconfig.max_new_tokens=48",
-        "rollout.weight_probe_interval=1",
-    ]
-
-    run([*script, *settings], 1200)
+    run_two_rl_steps("gsm8k_grpo_lora_cpu.yaml", smollm2, test_data, tmp_path, "rollout.weight_probe_interval=1")
 
     (stats_file,) = tmp_path.glob("logs/*/gsm8k-grpo-lora-cpu/trial0/stats.jsonl")
     rows = [json.loads(line) for line in stats_file.read_text().splitlines() if '"stats"' in line]

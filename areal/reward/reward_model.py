@@ -14,7 +14,6 @@ model is loaded where episodes run, once per process and settings; calls that wa
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from weakref import WeakValueDictionary
 from areal.reward.completion import without_end_tokens
 from areal.utils import logging
 from areal.utils.errors import ConfigError, DataError, VocabularyError
-from areal.utils.hf_utils import apply_chat_template, end_of_turn, load_hf_tokenizer
+from areal.utils.hf_utils import apply_chat_template, end_of_turn, holds_adapter, load_hf_tokenizer
 
 logger = logging.getLogger("RewardModel")
 
@@ -245,7 +244,7 @@ def _load_classifier(path: str, device: str, dtype: str) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     remedy = "give a checkpoint of RWTrainer, or another sequence classifier with one label"
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):
+    if holds_adapter(path):
         remedy = "it is an adapter (actor.use_lora): merge it into its base model with peft, and give what that saves"
     try:
         labels = AutoConfig.from_pretrained(path).num_labels

@@ -1,7 +1,7 @@
 """Loading Hugging Face tokenizers and processors, and one chat-template call with one return type.
 
 Everything that turns text into token ids (datasets, workflows, engines' clients) gets its tokenizer here, so pad and
-template rules exist once. Remote code is off unless a caller asks for it.
+template rules exist once. Remote code is off unless a caller asks for it. Beside it: what a directory of peft is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from areal.utils.errors import DataError, VocabularyError
 
 logger = logging.getLogger("Tokenizer")
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""File that makes a directory an adapter of peft's."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "tokenizer.model")
 _DIFFERING_SHOWN = 3  # tokens in a message
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def holds_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a directory with an adapter, which is no model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def load_hf_tokenizer(

@@ -25,6 +25,7 @@ from areal.engine.core.model_layout import ModelLayout, TensorSource, named_tens
 from areal.engine.core.tensor_parts import Index, local_part, own_index, relative_index
 from areal.utils import logging
 from areal.utils.errors import CheckpointError
+from areal.utils.hf_utils import holds_adapter
 from areal.utils.ranks import gather_json, together
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def weights_directory(path: str) -> Path | None:
             root = Path(snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"]))
         except (OSError, ValueError):  # transformers says better what is wrong
             return None
-    if not HfDirectory.has_weights(root) or (root / "adapter_config.json").is_file():
+    if not HfDirectory.has_weights(root) or holds_adapter(root):
         return None
     config = AutoConfig.from_pretrained(root)
     special = ("quantization_config", "transformers_weights", "fusion_config")

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from areal.engine.core.tensor_parts import full_tensor, local_part, own_index
 from areal.engine.core.value_head import VALUE_HEAD
 from areal.utils.errors import ConfigError
+from areal.utils.hf_utils import ADAPTER_CONFIG, holds_adapter
 from areal.utils.optional import import_extra
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ def refuse_adapter(path: str) -> None:
     Raises:
         ConfigError: names the ways out.
     """
-    if (Path(path) / "adapter_config.json").is_file():
+    if holds_adapter(path):
         raise ConfigError(
-            f"path={path} holds an adapter (adapter_config.json), no model: merge it into its base (peft's "
+            f"path={path} holds an adapter ({ADAPTER_CONFIG}), no model: merge it into its base (peft's "
             "PeftModel.merge_and_unload, or SaveLoadMeta(merged=True) where it was trained) and set path to the "
             "result. To train it on with use_lora=true, set path to its base and load it into the engine"
         )

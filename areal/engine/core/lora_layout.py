@@ -24,15 +24,15 @@ from areal.engine.core.model_layout import ModelLayout, TensorSource
 from areal.engine.core.tensor_parts import Index
 from areal.engine.core.value_head import VALUE_HEAD
 from areal.utils.errors import CheckpointError
+from areal.utils.hf_utils import ADAPTER_CONFIG
 
-__all__ = ["ADAPTER_PREFIX", "SCALING", "AdapterLayout", "PublishedAdapter", "adapter_pairs", "holds_adapter"]
+__all__ = ["ADAPTER_PREFIX", "SCALING", "AdapterLayout", "PublishedAdapter", "adapter_pairs"]
 
 ADAPTER_STEM = "adapter_model"
 ADAPTER_PREFIX = "base_model.model."
 """What peft puts before the names of the model's own modules."""
 SCALING = "lora_scaling"
 """Name under which ``alpha / rank``, float32 ``[1]``, travels beside the tensors of a published adapter."""
-_CONFIG = "adapter_config.json"
 _PLAIN = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
 
 
@@ -109,11 +109,6 @@ class PublishedAdapter(AdapterLayout):
         return [(name, tensor)] if name == SCALING else super().split(name, tensor)
 
 
-def holds_adapter(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a directory with an adapter."""
-    return (Path(path) / _CONFIG).is_file()
-
-
 def adapter_pairs(path: str | os.PathLike[str]) -> Iterator[tuple[str, Tensor]]:
     """What :class:`PublishedAdapter` stands for, from a directory: ``(peft's name, tensor)`` and the scale.
 
@@ -173,7 +168,7 @@ def _open(path: str | os.PathLike[str]) -> Any:
 
 
 def _read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    file = Path(path) / _CONFIG
+    file = Path(path) / ADAPTER_CONFIG
     try:
         config: dict[str, Any] = json.loads(file.read_text())
         kind, alpha, rank = config["peft_type"], float(config["lora_alpha"]), int(config["r"])

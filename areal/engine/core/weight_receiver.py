@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from areal.engine.core.hf_checkpoint import HfDirectory
-from areal.engine.core.lora_layout import adapter_pairs, holds_adapter
+from areal.engine.core.lora_layout import adapter_pairs
 from areal.engine.core.shared_weights import WeightManifest, read_weights
 from areal.engine.core.weight_groups import Memberships
 from areal.engine.core.weight_sources import DiskSource, WeightGroup, WeightSource, XcclSource
 from areal.engine.core.weight_wire import receive_buckets
 from areal.utils.errors import CheckpointError, WeightSyncError
+from areal.utils.hf_utils import holds_adapter
 
 if TYPE_CHECKING:
     from areal.engine.core.weight_sync import ParamRecord
