@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from areal.api.cli_args import (
+    ConfigError,
     GRPOConfig,
     InferenceEngineConfig,
     OptimizerConfig,
@@ -159,6 +160,60 @@ def test_check_supported_names_all_settings_at_once() -> None:
 def test_check_supported_adapters_merged_or_sent_alone_pass() -> None:
     assert unsupported(_changed(actor={"use_lora": True}, critic={"optimizer": {}, "use_lora": True})) == []
     assert unsupported(_changed(actor={"use_lora": True}, rollout={"use_lora": True})) == []
+
+
+def _served(backend: str, targets: list[str], use_lora: bool = True) -> GRPOConfig:
+    actor, rollout = {"use_lora": True, "target_modules": targets}, {"backend": backend, "use_lora": use_lora}
+    return _changed(scheduler={"type": "local"}, actor=actor, rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("targets", "lacking"),
+    [
+        (["q_proj"], "q_proj is without v_proj"),
+        (["v_proj", "o_proj"], "v_proj is without q_proj"),
+        (["k_proj"], "k_proj is without q_proj"),
+        (["q_proj", "k_proj"], "q_proj is without v_proj"),
+        (["k_proj", "v_proj"], "k_proj is without q_proj, v_proj is without q_proj"),
+        (["q_proj", "v_proj", "up_proj"], "up_proj is without gate_proj"),
+        (["layers.1.self_attn.q_proj"], "layers.1.self_attn.q_proj is without v_proj"),
+        (["q_proj", "layers.0.self_attn.v_proj"], "q_proj is without v_proj"),
+        (
+            ["layers.1.self_attn.q_proj", "layers.11.self_attn.v_proj"],
+            "layers.1.self_attn.q_proj is without v_proj, layers.11.self_attn.v_proj is without q_proj",
+        ),
+    ],
+)
+def test_check_supported_adapters_that_sglang_cannot_load_are_named(targets: list[str], lacking: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_supported(_served("sglang:d1", targets))
+
+    message = str(caught.value)
+    assert f"actor.target_modules=[{', '.join(targets)}]: {lacking}; SGLang loads no such adapter" in message
+    assert "q_proj needs v_proj" in message
+    assert "leave the list empty" in message
+    assert unsupported(_served("vllm:d1", targets)) == []
+    assert unsupported(_served("native:d1", targets)) == []
+    assert unsupported(_served("sglang:d1", targets, use_lora=False)) == []
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [],
+        ["all-linear"],
+        ["all-linear", "q_proj"],
+        ["q_proj", "v_proj"],
+        ["q_proj", "k_proj", "v_proj", "gate_proj"],
+        ["o_proj", "down_proj"],
+        ["gate_proj", "up_proj"],
+        ["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"],
+        ["layers.1.self_attn.q_proj", "self_attn.v_proj", "q_proj"],
+        ["q_proj", "self_attn.v_proj"],
+    ],
+)
+def test_check_supported_adapters_that_sglang_can_load_pass(targets: list[str]) -> None:
+    assert unsupported(_served("sglang:d1", targets)) == []
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

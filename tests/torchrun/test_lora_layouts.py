@@ -14,11 +14,22 @@ from areal.api.config.fsdp import FSDPEngineConfig
 from tests.torchrun import lora_cells as cells
 from tests.torchrun.layout_cells import LENGTHS
 from tests.torchrun.live_group import LiveGroup
+from tests.torchrun.tree_cells import TREES
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 EVERYTHING = list(range(len(LENGTHS)))
 SHARDS = {"1": [EVERYTHING], "d2": [EVERYTHING[:5], EVERYTHING[5:]], "c2": [EVERYTHING]}
+
+OTHER_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bfloat16": ("fsdp:d2", {"dtype": "bfloat16"}),
+    "first rank reads": ("fsdp:d2", {"fsdp": FSDPEngineConfig(memory_efficient_load=True)}),
+    "layer by layer": ("fsdp:d2", {"fsdp": FSDPEngineConfig(per_layer_optim_step=True)}),
+    "fsdp recomputed": ("fsdp:d2", {"gradient_checkpointing": True}),
+    "archon recomputed": ("archon:d2", {"gradient_checkpointing": True}),
+    "fsdp trees": ("fsdp:d2", TREES),
+    "archon trees": ("archon:d2", TREES),
+}
 
 
 def _assert_equal(ours: cells.Outcome, expected: cells.Outcome) -> None:
@@ -81,22 +92,23 @@ def test_lora_every_layout_starts_with_the_same_adapter(
                 np.testing.assert_array_equal(found[key], tensor, err_msg=f"{layout} {key}")
 
 
-@pytest.mark.parametrize("case", ["bfloat16", "first rank reads"])
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
 def test_lora_two_ranks_other_settings_equal_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], case: str, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"dtype": "bfloat16"}
-    if case != "bfloat16":
-        settings = {"fsdp": FSDPEngineConfig(memory_efficient_load=True)}
+    backend, settings = OTHER_SETTINGS[case]
     start = cells.save_start(model_dirs["tied"], str(tmp_path / "start"))
-    expected = cells.two_steps(model_dirs["tied"], "fsdp:d1", SHARDS["1"], start, **settings)
+    plain = settings if case == "bfloat16" else {}
+    expected = cells.two_steps(model_dirs["tied"], "fsdp:d1", SHARDS["1"], start, **plain)
     tolerance = 1e-2 if case == "bfloat16" else 2e-5  # three digits of bfloat16
 
     results = two_ranks.run(
-        cells.two_steps, path=model_dirs["tied"], backend="fsdp:d2", shards=SHARDS["d2"], start=start, **settings
+        cells.two_steps, path=model_dirs["tied"], backend=backend, shards=SHARDS["d2"], start=start, **settings
     )
 
     for ours in results:
+        if case != "bfloat16":
+            _assert_equal(ours, expected)
         assert ours.losses == pytest.approx(expected.losses, rel=tolerance)
         assert ours.norms == pytest.approx(expected.norms, rel=5 * tolerance)
 

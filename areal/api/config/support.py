@@ -86,6 +86,9 @@ GENERATION = (
 )
 WEIGHT_MODES = {"native": ("shm", "xccl", "disk"), "vllm": ("shm", "xccl", "disk"), "sglang": ("xccl", "disk")}
 """How samplers of each inference backend can receive weights, when they live in processes of their own."""
+SGLANG_PARTNERS = {"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Layers that SGLang fuses: it takes an adapter of the first only beside one of the second, in the same block. Without
+it, it refuses the adapter with a name that is missing, or ends at the first request."""
 DATASET = (Missing("num_dataset_workers", "remote data workers are not available; leave it at 1", None),)
 
 
@@ -195,10 +198,38 @@ def _adapter_samplers(config: Any, rollout: Any) -> Iterator[str]:
     kind, mode = _kind(rollout.backend), config.actor.weight_update_mode
     if kind in ("vllm", "sglang") and mode not in ("auto", "disk"):
         yield f"actor.weight_update_mode={mode}: {kind} takes adapters by disk; use disk or auto"
+    if kind == "sglang":
+        yield from _fused_targets(config.actor.target_modules)
     if kind == "vllm" and rollout.on_weight_update == "keep":
         yield "rollout.on_weight_update=keep: a kept request goes on with the old adapter; use abort or auto"
     if config.eval_gconfig is not None and config.eval_gconfig.lora_name != config.gconfig.lora_name:
         yield "eval_gconfig.lora_name: samplers offer one adapter; leave it or take the name of gconfig"
+
+
+def _fused_targets(targets: list[str]) -> Iterator[str]:
+    """Adapters on part of what SGLang fuses."""
+    lacking = []
+    for target in targets:
+        name = target.rpartition(".")[2]
+        partner = SGLANG_PARTNERS.get(name)
+        if partner is not None and not _is_named(target.removesuffix(name) + partner, targets):
+            lacking.append(f"{target} is without {partner}")
+    if lacking and "all-linear" not in targets:
+        rules = ", ".join(f"{name} needs {partner}" for name, partner in SGLANG_PARTNERS.items())
+        yield (
+            f"actor.target_modules=[{', '.join(targets)}]: {', '.join(lacking)}; SGLang loads no such adapter: {rules} "
+            "in the same layers. Name them too, leave the list empty for all linear layers, or set "
+            "rollout.use_lora=false, which sends merged weights"
+        )
+
+
+def _is_named(module: str, targets: list[str]) -> bool:
+    """Whether ``targets`` have every layer that ``module`` stands for."""
+    for target in targets:
+        wider, narrower = f".{module}".endswith(f".{target}"), f".{target}".endswith(f".{module}")
+        if wider or (narrower and not re.search(r"(^|\.)\d+\.", target)):  # a number stands for one layer alone
+            return True
+    return False
 
 
 def _backend(text: str, role: str, available: tuple[str, ...]) -> Iterator[str]:

@@ -175,7 +175,7 @@ def base_fingerprint(modules: Iterable[nn.Module]) -> str:
     digest = hashlib.sha256()
     for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
         whole = full_tensor(layer.get_base_layer().weight.detach())
-        rows = whole[:: max(1, whole.shape[0] // _FINGERPRINT_ROWS)].to(device="cpu", dtype=torch.bfloat16)
+        rows = whole[:: max(1, whole.shape[0] // _FINGERPRINT_ROWS)].to(device="cpu", dtype=torch.bfloat16, copy=True)
         digest.update(str(tuple(whole.shape)).encode())
         digest.update(rows.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -203,12 +203,14 @@ def adapted_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     """``W + B A alpha / r`` in the dtype of ``weight``, the whole ``W``; every rank that holds a part must call.
 
-    Computed in float32; a rounding to bfloat16 drops what is less than half a unit in the last place of ``W``.
+    Computed in float32 where ``weight`` is, though adapters may be in host memory; a rounding to bfloat16 drops what is
+    less than half a unit in the last place of ``W``.
     """
     down = full_tensor(layer.lora_A[ADAPTER].weight.detach())
     up = full_tensor(layer.lora_B[ADAPTER].weight.detach())
     wide = torch.promote_types(weight.dtype, torch.float32)
-    merged = torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=layer.scaling[ADAPTER])
+    up, down = (part.to(weight.device, wide) for part in (up, down))
+    merged = torch.addmm(weight.to(wide), up, down, alpha=layer.scaling[ADAPTER])
     return merged.to(weight.dtype)
 
 
