@@ -66,7 +66,7 @@ def logprobs_of(model: Any, reply: Any, ids: list[int] = PROMPT) -> tuple[list[f
     return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]], expected.tolist()
 
 
-async def until(condition: Any, limit_s: float = 10.0) -> None:
+async def until(condition: Any, limit_s: float = 60.0) -> None:
     """Wait for ``condition()``."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -216,7 +216,7 @@ def test_stop_resolves_pending_requests_and_is_idempotent(model: object) -> None
         wait_until(lambda: engine.stats.decode_steps > 3)
         engine.stop()
         engine.stop()
-        assert [f.result(1).stop_reason for f in futures] == ["abort", "abort"]
+        assert [f.result(30).stop_reason for f in futures] == ["abort", "abort"]
         assert not [t for t in set(threading.enumerate()) - others if t.name == "NativeEngine"]
         with pytest.raises(EngineStoppedError, match="start"):
             engine.submit(request([5]))

@@ -139,7 +139,7 @@ def test_check_address_of_a_silent_listener_is_refused_in_seconds(monkeypatch: p
         with pytest.raises(RayUnavailableError, match="does not answer"):
             check_address(address)
 
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("address", ["", "auto", "local"])

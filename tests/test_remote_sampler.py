@@ -217,7 +217,7 @@ def test_update_storm_request_makes_progress() -> None:
             version += 1
             update(sampler, version)
             time.sleep(0.005)
-        response = future.result(1)
+        response = future.result(30)
     assert response.output_len == 4
     assert version > 3
 
@@ -252,7 +252,7 @@ def test_frequency_penalty_update_storm_ends_the_request_by_name() -> None:
             server.wait_for(lambda s: len(s.jobs) == 1 or future.done())
             update(sampler, version)
         with pytest.raises(StarvedRequestError, match="on_weight_update=keep"):
-            future.result(1)
+            future.result(30)
 
 
 def test_server_that_aborts_by_itself_request_continues_after_a_pause() -> None:
@@ -372,7 +372,7 @@ def test_stop_with_requests_in_flight_ends_them_and_leaves_nothing_behind() -> N
         took_s = time.monotonic() - started
         for future in futures:
             with pytest.raises(EngineStoppedError, match="stopped"):
-                future.result(1)
+                future.result(30)
         sampler.stop()
         with pytest.raises(EngineStoppedError):
             generate(sampler, ask(max_new_tokens=2))

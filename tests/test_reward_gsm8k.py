@@ -136,20 +136,18 @@ def test_math_verify_is_not_imported_for_plain_numbers():
         "\\boxed{" + "9" * 999 + "^2}",
     ],
 )
-def test_math_verify_astronomical_expression_scores_zero_at_once(completion):
-    started = time.process_time()
+def test_math_verify_astronomical_expression_scores_zero_before_the_limit(completion, caplog):
     assert score(completion, "$x^2+1$") == 0.0
-    assert time.process_time() - started < 2
+    assert "no verdict within" not in caplog.text
 
 
-def test_math_verify_slow_expression_times_out_and_leaves_no_thread():
+def test_math_verify_slow_expression_times_out_and_leaves_no_thread(caplog):
     get_math_verify_worker().verify("$\\sqrt{2}$", "$x^2$")  # imports done
-    before = threading.active_count()
-    started = time.process_time()
+    before = set(threading.enumerate())
     nested = "(" * 300 + "1" + ")" * 300
     assert MathVerifyWorker(timeout=0.3).verify(f"\\boxed{{{nested}}}", "$x^2+\\sqrt{2}$") == 0.0
-    assert time.process_time() - started < 3
-    assert threading.active_count() == before
+    assert "no verdict within 0.3 s" in caplog.text
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -168,11 +166,11 @@ def test_run_with_timeout_first_stop_lost_in_a_destructor_stops_the_thread_all_t
         while True:
             pass
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(TimeoutError):
         run_with_timeout(work, 0.1)
     assert entered.is_set()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_math_verify_judge_failure_scores_zero(monkeypatch):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from areal.infra.rpc.server import WorkerServer
 from areal.utils.errors import ConfigError, SchedulerError
 from areal.utils.network import split_hostport
 from tests.rpc_fakes import Counter
+from tests.timing import wait_until
 
 IDENTITY = RunIdentity("run-1", "token-1")
 
@@ -117,30 +117,26 @@ def test_call_after_server_restart_uses_a_new_connection(server, client):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_call_longer_than_timeout_raises_and_client_stays_usable(client, asynchronous):
-    began = time.monotonic()
     call = (lambda *a, **k: asyncio.run(client.acall(*a, **k))) if asynchronous else client.call
     with pytest.raises(RPCTimeoutError, match=r"0\.3"):
         call("counter", "hold", timeout_s=0.3)
 
-    assert time.monotonic() - began < 2.0
+    assert client.health()["engine_busy_s"] > 0  # the worker has not ended the call: the client did not wait for it
     client.call("counter", "release")
     assert client.call("counter", "add", 0) == 10
 
 
 def test_acall_cancelled_ends_at_once_and_remote_goes_on(client):
-    async def run() -> float:
+    async def run() -> None:
         task = asyncio.create_task(client.acall("counter", "hold"))
-        await asyncio.sleep(0.2)
-        began = time.monotonic()
+        await asyncio.to_thread(wait_until, lambda: client.health()["engine_busy_s"] > 0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return time.monotonic() - began
 
-    seconds = asyncio.run(run())
+    asyncio.run(run())
 
-    assert seconds < 0.5
-    assert client.health()["engine_busy_s"] > 0
+    assert client.health()["engine_busy_s"] > 0  # it still runs: nobody waited for its end
     client.call("counter", "release")
 
 
@@ -156,9 +152,11 @@ def test_close_ends_calls_that_wait(server):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.2)
+    asker = WorkerClient(server.address, IDENTITY)
+    wait_until(lambda: asker.health()["engine_busy_s"] > 0)
     client.close()
-    thread.join(5)
+    thread.join(20)
+    asker.close()
     server.objects["counter"].gate.set()
 
     assert len(errors) == 1

@@ -23,6 +23,9 @@ from areal.utils import name_resolve
 from areal.utils.errors import ConfigError
 from tests.rpc_fakes import process_gone, worker_command, worker_env, worker_process
 
+END_S = 25.0
+"""Limit of an end that takes at most five seconds on an idle machine; what it must not wait for takes a minute."""
+
 
 def test_worker_registers_serves_and_ends_on_sigterm(tmp_path):
     mark = tmp_path / "mark"
@@ -33,21 +36,22 @@ def test_worker_registers_serves_and_ends_on_sigterm(tmp_path):
         store = name_resolve.NameStore(name_resolve.NfsBackend(tmp_path / "names"))
         by_run = store.get(f"runs/{worker.identity.run_id}/workers/test/0")
 
-        began = time.monotonic()
         worker.process.send_signal(signal.SIGTERM)
-        code = worker.process.wait(10)
-        seconds = time.monotonic() - began
+        code = worker.process.wait(END_S)
 
         assert by_run == worker.client.address
         assert health["pid"] == worker.process.pid
         assert (health["role"], health["index"], health["run_id"]) == ("test", 0, worker.identity.run_id)
         assert (code, mark.read_text()) == (0, "destroyed")
-        assert seconds < 5.0
-        assert process_gone(child, 2.0)
+        assert process_gone(child, END_S)
         assert store.find_subtree("") == []
 
 
-def test_worker_busy_in_a_call_still_ends_within_five_seconds(tmp_path):
+def test_worker_that_is_told_to_end_allows_itself_less_than_five_seconds():
+    assert rpc_server._DESTROY_S + rpc_server._CHILDREN_S < rpc_server._EXIT_S < 5.0
+
+
+def test_worker_busy_in_a_call_still_ends_long_before_the_call(tmp_path):
     with worker_process(tmp_path) as worker:
         worker.client.create("engine", "tests.rpc_fakes.Destroyed", str(tmp_path / "mark"))
         worker.client.fork("stubborn", 0, ["sh", "-c", "trap '' TERM; while true; do sleep 1; done"])
@@ -60,12 +64,10 @@ def test_worker_busy_in_a_call_still_ends_within_five_seconds(tmp_path):
         thread.start()
         while worker.client.health()["engine_busy_s"] == 0:
             time.sleep(0.01)
-        began = time.monotonic()
         worker.process.send_signal(signal.SIGTERM)
 
-        assert worker.process.wait(10) == 0
-        assert time.monotonic() - began < 5.0
-        thread.join(10)
+        assert worker.process.wait(END_S) == 0
+        thread.join(END_S)
 
 
 def test_worker_that_gets_many_signals_at_once_ends_once(tmp_path):
@@ -73,7 +75,7 @@ def test_worker_that_gets_many_signals_at_once_ends_once(tmp_path):
         for _ in range(200):
             worker.process.send_signal(signal.SIGTERM)
 
-        assert worker.process.wait(6) == 0
+        assert worker.process.wait(END_S) == 0
         assert worker.log.read_text().count("ends: SIGTERM") == 1
 
 
@@ -125,13 +127,11 @@ def test_worker_and_its_children_end_when_the_controller_is_killed(tmp_path):
     pids = json.loads(controller.stdout.readline())
     try:
         time.sleep(0.5)
-        began = time.monotonic()
         controller.kill()
         controller.wait()
 
-        assert process_gone(pids["worker"], 10.0)
-        assert process_gone(pids["child"], 2.0)
-        assert time.monotonic() - began < 10.0
+        assert process_gone(pids["worker"], END_S)
+        assert process_gone(pids["child"], END_S)
     finally:
         controller.stdout.close()
         for pid in pids.values():
@@ -145,7 +145,7 @@ def test_worker_killed_takes_its_forked_children_along(tmp_path):
         worker.process.kill()
         worker.process.wait()
 
-        assert process_gone(child, 5.0)
+        assert process_gone(child, END_S)
 
 
 def test_leash_that_broke_is_held_again_and_release_lets_go(tmp_path):
@@ -157,13 +157,13 @@ def test_leash_that_broke_is_held_again_and_release_lets_go(tmp_path):
         worker.leash.release("test/0")
 
         assert alive
-        assert worker.process.wait(6) == 1
+        assert worker.process.wait(END_S) == 1
         assert "controller has been gone" in worker.log.read_text()
 
 
 def test_worker_never_leashed_ends_after_startup_timeout(tmp_path):
     with worker_process(tmp_path, "--startup-timeout", "0.5", leash=False) as worker:
-        assert worker.process.wait(6) == 1
+        assert worker.process.wait(END_S) == 1
         assert "no controller held it" in worker.log.read_text()
 
 
@@ -176,7 +176,7 @@ def test_worker_ends_when_parent_pid_is_gone(tmp_path):
         parent.wait()
 
         assert alive
-        assert worker.process.wait(6) == 1
+        assert worker.process.wait(END_S) == 1
 
 
 def test_worker_of_foreign_token_cannot_be_leashed(tmp_path):

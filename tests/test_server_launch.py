@@ -134,7 +134,7 @@ def test_launch_server_that_dies_during_its_probe_does_not_wait_for_the_limit(tm
     with pytest.raises(ServerStartError, match=r"exit code 4|probe generation failed"):
         launch_server(order_of(tmp_path, "crash_late", timeout_s=60.0), VLLMProtocol())
 
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     assert_nothing_left(tmp_path)
 
 

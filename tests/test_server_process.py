@@ -98,7 +98,7 @@ def test_stop_server_that_ignores_the_request_kills_it_after_the_grace(tmp_path:
 
     process.stop(grace_s=0.5)
 
-    assert 0.4 <= time.monotonic() - began < 3.0
+    assert 0.4 <= time.monotonic() - began < 20.0
     assert not any(alive(pid) for pid in pids)
 
 

@@ -160,7 +160,7 @@ def test_broadcast_receiver_that_fails_ends_sender_and_other_receiver() -> None:
     results = receivers.join()
     assert str(results[1]) == "disk full"
     assert isinstance(results[2], WeightSyncError)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 def test_receive_group_that_another_rank_gives_up_ends_before_the_limit() -> None:
@@ -174,7 +174,7 @@ def test_receive_group_that_another_rank_gives_up_ends_before_the_limit() -> Non
 
     results = receivers.join()
     assert all(isinstance(result, WeightGroupLostError) for result in results.values())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
     member.abort()
 
 
@@ -218,7 +218,7 @@ def test_enter_group_one_that_never_comes_ends_the_waiting_of_the_others() -> No
     with pytest.raises(WeightSyncError, match="given up"):
         enter_group(group, store, aborted=lambda: time.monotonic() > began + 0.3)
     assert "given up" in str(receivers.join()[1])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("torch_helper", [False, True])
@@ -251,9 +251,9 @@ def test_sender_that_leaves_while_others_are_missing_ends_everybodys_waiting(tor
     began = time.monotonic()
     with pytest.raises(WeightGroupLostError, match="given up"):
         sender.join_group(group)
-    receiver.join(5)
+    receiver.join(20)
     assert not receiver.is_alive()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert torch_helper or isinstance(errors[0], WeightGroupLostError)
 
 
@@ -262,7 +262,7 @@ def test_enter_group_given_up_returns_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="given up"):
         enter_group(group, store, aborted=lambda: True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_enter_group_without_rank_zero_says_where_it_looked() -> None:

@@ -67,7 +67,7 @@ def source():
 
 
 def test_statuses_of_every_kind_of_worker_arrive_within_the_limit(source, monkeypatch):
-    monkeypatch.setattr(worker_overview, "STATUS_LIMIT_S", 0.3)
+    monkeypatch.setattr(worker_overview, "STATUS_LIMIT_S", 1.0)
     roles = ("ok", "hangs", "refuses", "starts", "failed")
     began = time.time()
     found = {worker.role: worker for worker in WorkerOverview(source, lambda: [f"{r}/0" for r in roles]).statuses()}
@@ -81,18 +81,18 @@ def test_statuses_of_every_kind_of_worker_arrive_within_the_limit(source, monkey
     }
     assert (found["ok"].version, found["ok"].engine_busy_s, found["ok"].address) == (7, 0.25, "127.0.0.1:4000")
     assert found["ok"].last_seen >= began
-    assert found["hangs"].detail == "no answer within 0.3 s"
+    assert found["hangs"].detail == "no answer within 1 s"
     assert found["refuses"].detail == "NetworkError: connection refused"
     assert found["starts"].detail == "pending: Resources"
     assert found["failed"].detail == "exit code 3"
 
 
 def test_stacks_hold_every_worker_that_answers(source, monkeypatch):
-    monkeypatch.setattr(worker_overview, "STACKS_LIMIT_S", 0.3)
+    monkeypatch.setattr(worker_overview, "STACKS_LIMIT_S", 1.0)
     found = WorkerOverview(source, lambda: ["ok/1", "hangs/0", "refuses/0"]).stacks()
     assert found == {
         "ok/1": "stack of ok/1",
-        "hangs/0": "(no answer within 0.3 s)",
+        "hangs/0": "(no answer within 1 s)",
         "refuses/0": "(NetworkError: connection refused)",
     }
 

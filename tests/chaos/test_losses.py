@@ -54,7 +54,7 @@ def test_ranks_dead_one_ends_the_wait_for_the_one_that_hangs(ranks: RankGroup) -
     with pytest.raises(WorkerFailedError):
         ranks.each(call)
     release.set()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_ranks_death_is_raised_before_the_error_that_it_caused(ranks: RankGroup) -> None:

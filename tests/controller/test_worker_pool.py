@@ -100,7 +100,7 @@ def order(key: int, index: int = 0, group_size: int = 4) -> GroupOrder:
     return GroupOrder(key, 0, key, {}, group_size, 0, index, index, key, True, False)
 
 
-def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -110,7 +110,7 @@ def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
 
 def test_pool_submit_returns_report_and_maker(setting: Setting) -> None:
     setting.pool.recipe_number("workflow", None)
-    report, owner = setting.pool.submit(order(setting.pool.new_key())).result(5.0)
+    report, owner = setting.pool.submit(order(setting.pool.new_key())).result(60.0)
     assert (report.status, report.succeeded) == ("accepted", 4)
     assert owner[0] in setting.crew.workers
     assert owner[1] == 0
@@ -124,7 +124,7 @@ def test_pool_held_orders_are_sent_together(setting: Setting) -> None:
     assert not any(worker.submitted for worker in setting.crew.workers.values())
     setting.pool.release()
     for future in futures:
-        future.result(5.0)
+        future.result(60.0)
     batches = [batch for worker in setting.crew.workers.values() for batch in worker.submitted]
     assert sorted(key for keys, _ in batches for key in keys) == list(range(8))
     assert len(batches) <= 2
@@ -142,7 +142,7 @@ def test_pool_dead_worker_loses_its_orders_and_returns(setting: Setting) -> None
     setting.crew.workers[victim].dead = True
     for key in mine:
         with pytest.raises(InfrastructureError, match="SIGKILL"):
-            futures[key].result(5.0)
+            futures[key].result(60.0)
     assert setting.lost == [(victim, 0)]
     until(lambda: setting.crew.revived == [victim])
     until(lambda: all(member.alive for member in setting.pool.members))

@@ -154,13 +154,13 @@ def test_two_ranks_inline_name_the_scheduler_that_has_them(policy: str, tmp_path
 
 def test_nothing_is_left_running_after_a_run_or_a_failure(policy: str, tmp_path: Path) -> None:
     names = {"NativeEngine", "rollout", "eval-rollout"}
-    before = sum(thread.name in names for thread in threading.enumerate())
+    before = set(threading.enumerate())
     run_rl(rl_config(tmp_path / "a", policy, "total_train_steps=1"))
     with pytest.raises(RolloutFailedError):
         run_rl(rl_config(tmp_path / "b", policy), workflow=BrokenWorkflow, workflow_kwargs={})
     with pytest.raises(KeyboardInterrupt), PPOTrainer(config := rl_config(tmp_path / "c", policy), rl_rows(config)):
         raise KeyboardInterrupt
-    assert sum(thread.name in names for thread in threading.enumerate()) == before
+    assert [thread for thread in set(threading.enumerate()) - before if thread.name in names] == []
 
 
 def test_no_workflow_is_refused(policy: str, tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_engines_that_cannot_be_built_leave_nothing_open(
             PPOTrainer(config, train_dataset=rl_rows(config))
     assert closed == (["hooks"] if part == "build_train_engine" else ["hooks", "engine"])
     assert not perf_tracer.is_configured()
-    assert threads() == before
+    assert threads() <= before
     run_rl(rl_config(tmp_path, policy, TRACED, "total_train_steps=1"))  # the process is as good as new
 
 

@@ -216,7 +216,7 @@ def test_local_launcher_stopped_leaves_no_process(tmp_path: Path, number: signal
     assert len(processes) == 1 + 3 + 2  # launcher, workers, scripts
     os.kill(run.process.pid, number)
     run.process.wait(10.0)
-    assert wait_gone([process.pid for process in processes], 10.0) == []
+    assert wait_gone([process.pid for process in processes], 30.0) == []
     assert run.process.returncode in (-number, 128 + number)
 
 
@@ -274,4 +274,4 @@ def test_local_launcher_with_vllm_trains_and_leaves_no_process(tmp_path: Path) -
     output = run.finish()
     assert run.process.returncode == 0, output
     assert len(run.stats()) == 2
-    assert wait_gone([process.pid for process in processes], 10.0) == []
+    assert wait_gone([process.pid for process in processes], 30.0) == []
