@@ -204,7 +204,7 @@ def test_load_in_pipeline_parts_gives_each_its_own_and_complains_of_none(
     found: dict[str, Tensor] = {}
 
     for part in whole.parts:
-        layout = ArchonLayout([part], whole.adapter, whole.config, str(tmp_path))
+        layout = ArchonLayout([part], whole.adapter, whole.kind.config, str(tmp_path))
         load_streamed(layout, tmp_path, CPU, None)
         own = _weights(layout)
         assert own

@@ -11,19 +11,17 @@ import torch
 
 from areal.api.cli_args import TrainEngineConfig
 from areal.api.config.archon import ArchonEngineConfig, ArchonFP8Config
-from areal.experimental.engine.archon_config import (
-    TrainingOptions,
-    prepare_training_config,
-    use_deterministic_algorithms,
-)
+from areal.engine.core.determinism import DETERMINISTIC_ENV, use_deterministic_algorithms
+from areal.experimental.engine.archon_config import TrainingOptions, prepare_training_config
 from areal.experimental.engine.archon_dims import ArchonParallelDims
 from areal.experimental.models.archon.activation_checkpoint import AcOptions
-from areal.experimental.models.archon.base import ModelArgs, RopeArgs
+from areal.experimental.models.archon.base import ModelArgs
 from areal.experimental.models.archon.compile import CompileOptions
+from areal.models.rope import RopeArgs
 from areal.utils import environ
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
-ENV = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
+ENV = tuple(DETERMINISTIC_ENV)
 ARGS = ModelArgs(
     dim=8, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=16, hidden_dim=16, rope=RopeArgs.unscaled(4, 1e4)
 )
@@ -121,7 +119,7 @@ def test_deterministic_mode_sets_algorithms_environment_and_rng():
     assert options.ac == AcOptions("selective", preserve_rng_state=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled()
-    assert [environ.get_env(name) for name in ENV] == [":4096:8", "Ring", "1"]
+    assert [environ.get_env(name) for name in ENV] == [":4096:8", "Ring", "1", "0"]
 
 
 @pytest.mark.usefixtures("_restored_determinism")
@@ -145,7 +143,7 @@ def test_without_deterministic_mode_nothing_is_set():
     prepare()
 
     assert not torch.are_deterministic_algorithms_enabled()
-    assert [environ.get_env(name) for name in ENV] == [None, None, None]
+    assert [environ.get_env(name) for name in ENV] == [None] * len(ENV)
 
 
 # -- refused

@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from areal.api.alloc_mode import ParallelStrategy
 from areal.experimental.engine.archon_dims import ArchonParallelDims, expert_layout
-from areal.experimental.models.archon.base import ModelArgs, MoEArgs, RopeArgs
+from areal.experimental.models.archon.base import ModelArgs, MoEArgs
 from areal.experimental.models.archon.expert_parallel import check_expert_parallel
+from areal.models.rope import RopeArgs
 from areal.utils.errors import ConfigError, EngineError
 from tests.vector_files import load_vector
 

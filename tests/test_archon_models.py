@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from areal.engine.core.empty_model import materialize
 from areal.experimental.models.archon.attention import PackedAttention
-from areal.experimental.models.archon.base import ModelArgs, RMSNorm, RopeArgs, apply_rope, rope_cache
+from areal.experimental.models.archon.base import ModelArgs, RMSNorm, apply_rope, rope_cache
 from areal.experimental.models.archon.model_spec import get_model_spec
 from areal.experimental.models.archon.state_dict import StateDictAdapter
+from areal.models.rope import RopeArgs
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 from tests.archon_fakes import FAMILIES, LENGTHS, archon_model, hf_logits, hf_model, packed_row
 from tests.fakes import tiny_config

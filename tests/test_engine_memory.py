@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from areal.api.config.fsdp import FSDPEngineConfig
 from areal.api.io_struct import SaveLoadMeta
+from areal.engine.core import offload
 from areal.engine.core.empty_model import empty_causal_lm
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.engine.fsdp_utils.loading import find_weights, load_streamed, weights_directory
@@ -316,6 +317,29 @@ def test_offloaded_engine_saves_loads_and_publishes_and_stays_offloaded(tmp_path
         _assert_state(other, expected)
     engine.onload()
     _assert_state(engine, expected)
+
+
+def test_offloader_zeros_are_not_kept_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, zeros = torch.arange(1000.0), torch.zeros(3000)
+    sizes: list[int] = []
+    park = offload._park_in_file
+
+    def counted(storages: list[torch.UntypedStorage]) -> Any:
+        sizes.append(sum(storage.nbytes() for storage in storages))
+        return park(storages)
+
+    monkeypatch.setattr(offload, "_park_in_file", counted)
+    offloader = offload.Offloader(lambda: [kept], torch.device("cpu"), lambda: None, lambda: [zeros])
+
+    for _ in range(2):
+        offloader.offload()
+        assert (kept.untyped_storage().nbytes(), zeros.untyped_storage().nbytes()) == (0, 0)
+        torch.full((3000,), 7.0)  # memory that is given away next is not zero
+        offloader.onload()
+
+        assert torch.equal(kept, torch.arange(1000.0))
+        assert torch.equal(zeros, torch.zeros(3000))
+    assert sizes == [4000, 4000]
 
 
 def test_resident_is_reentrant_and_offloads_only_at_the_outermost_end(tmp_path: Path) -> None:

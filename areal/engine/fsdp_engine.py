@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from areal.api.engine_api import TrainEngine
 from areal.engine.core.compiled_layers import check_compile, compile_layers
-from areal.engine.core.distributed import current_device, leave_world
+from areal.engine.core.distributed import leave_world
+from areal.engine.core.engine_base import EngineBase
 from areal.engine.core.engine_checkpoints import EngineCheckpoints
-from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade, WeightsFacade
-from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.loop import TrainLoop
 from areal.engine.core.lora import base_fingerprint, refuse_adapter
 from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.model import build_causal_lm
-from areal.engine.core.offload import Offloader
-from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, model_dtype
+from areal.engine.core.optimizer import ClippedOptimizer, model_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.runner import SequentialRunner
 from areal.engine.core.shared_prefix import check_tree_training
@@ -48,24 +45,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("FSDPEngine")
 
 
-class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, ServiceFacade, TrainEngine):
+class FSDPEngine(EngineBase):
     """Owns one model: steps it, scores with it, saves and publishes it.
 
     Life: ``create_process_group()``, ``initialize()``, any number of calls, ``destroy()``.
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
-        self.config = config
-        self.groups = ParallelGroups()
-        self.module: PreTrainedModel | None = None
-        self._device = current_device()
+        super().__init__(config)
         self._strategy: ParallelStrategy | None = None
         self._mesh: DeviceMesh | None = None
-        self._shards: ParamShards | None = None
-        self._loop: TrainLoop | None = None
-        self._checkpoints: EngineCheckpoints | None = None
-        self._grouped = False
-        self._version = 0
 
     @classmethod
     def from_pretrained(cls, model: str, **settings: Any) -> FSDPEngine:
@@ -91,31 +80,18 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
         engine.initialize(None, ft_spec)
         return engine
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def initialized(self) -> bool:
-        return self._loop is not None
-
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the groups of ``parallel_strategy`` (None: that of ``config.backend``); one rank starts nothing.
 
         Raises:
             ConfigError: the layout does not fit the processes of this job.
         """
-        if parallel_strategy is None:
-            from areal.api.alloc_mode import ModelAllocation
-
-            parallel_strategy = ModelAllocation.from_str(self.config.backend).parallel
-        check_strategy(parallel_strategy)
-        sizes = parallel_strategy.tensor_parallel_size, parallel_strategy.context_parallel_size
-        check_tree_training(self.config, tensor=sizes[0], sequence=sizes[1])
-        self._strategy = parallel_strategy
-        self._mesh = build_mesh(parallel_strategy, self._device)
+        strategy = self._strategy_or_own(parallel_strategy)
+        check_strategy(strategy)
+        check_tree_training(self.config, tensor=strategy.tensor_parallel_size, sequence=strategy.context_parallel_size)
+        self._mesh = build_mesh(strategy, self._device)
         self.groups = groups_of(self._mesh)
-        self._grouped = True
+        self._strategy = strategy
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, **kwargs: Any) -> None:
         """Load or make the model, shard it, build optimizer and schedule.
@@ -125,9 +101,8 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
             ft_spec: length of the run, for the learning-rate schedule.
             kwargs: must be empty; unknown arguments are refused.
         """
-        if addr is not None or kwargs:
-            raise ConfigError(f"FSDPEngine.initialize takes ft_spec only, got addr={addr!r} {sorted(kwargs)}")
-        if not self._grouped:
+        self._check_start(addr, kwargs)
+        if self._strategy is None:
             self.create_process_group()
         _check_features(self.config, self._device, sharded=self._mesh is not None)
         refuse_adapter(self.config.path)
@@ -163,8 +138,7 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
             optimizer.copies = shard_copies(lm.module)
         self._loop = TrainLoop(self.config, runner, self.groups, self._device, optimizer)
         self._checkpoints = self._build_checkpoints(lm.module, lora, optimizer)
-        self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
-        watch_for_failures(self)
+        self._started()
 
     def _build_checkpoints(
         self, model: PreTrainedModel, lora: LoraSpec | None, optimizer: ClippedOptimizer | None
@@ -178,19 +152,10 @@ class FSDPEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, Se
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
-        self.disconnect_engine()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        if self._offloader is not None:
-            self._offloader.close()
-        self._loop = self._offloader = None
-        self._checkpoints = None
-        self._shards = None
-        self.module = None
+        self._release()
         if self._mesh is not None and dist.is_initialized():
             leave_world()
-        self._mesh, self._grouped = None, False
-        self.groups = ParallelGroups()
+        self._mesh, self._strategy, self.groups = None, None, ParallelGroups()
 
 
 def _check_features(config: TrainEngineConfig, device: torch.device, *, sharded: bool) -> None:

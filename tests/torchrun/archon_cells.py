@@ -7,10 +7,8 @@ puts them together itself: no code of the engine gathers what is compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,43 +16,16 @@ from torch.distributed import distributed_c10d
 
 from areal.api.config.archon import ArchonEngineConfig
 from areal.api.io_struct import FinetuneSpec, SaveLoadMeta
-from areal.engine.core.tensor_parts import Index, local_part, own_index
+from areal.engine.core.tensor_parts import local_part, own_index
 from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.experimental.models.archon.state_dict import plain_name
 from areal.utils.errors import ArealError
 from tests.engine_fakes import engine_config, weight_fn
 from tests.torchrun.layout_cells import LENGTHS, LOSSES, rows
+from tests.torchrun.parity import Arrays, Part, RankOutcome
 
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
 COSINE = {"lr": 1e-2, "eps": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "min_lr_ratio": 0.1}
-
-Part = tuple[Index, tuple[int, ...], np.ndarray]  # place in the whole, shape of the whole, values
-Arrays = dict[str, np.ndarray]  # arrays travel in the message; each tensor would need a file descriptor
-
-
-@dataclass
-class RankOutcome:
-    """What one rank saw of two optimizer steps.
-
-    Attributes:
-        losses: of ``eval_batch`` before each step.
-        norms: gradient norms before clipping.
-        results: what ``train_batch`` returned.
-        logprobs: of this rank's rows, before the first step.
-        entropy: by token number, before the first step; NaN where this rank called no loss.
-        gradients: this rank's part of every gradient, by own name, for each step, before clipping.
-        parameters: this rank's part of every parameter at the end.
-        weights: full tensors that the engine gives to publishers, by checkpoint name.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    results: list[dict[str, float]] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    entropy: np.ndarray | None = None
-    gradients: list[dict[str, Part]] = field(default_factory=list)
-    parameters: dict[str, Part] = field(default_factory=dict)
-    weights: Arrays = field(default_factory=dict)
 
 
 def archon_engine(path: str, backend: str, archon: dict[str, Any] | None = None, **settings: Any) -> ArchonEngine:
@@ -127,7 +98,7 @@ def _two_steps(engine: ArchonEngine, loss_name: str, own: list[dict[str, Tensor]
         outcome.results.append(engine.train_batch(own, loss_fn, weight_fn))
         outcome.norms.append(outcome.results[-1]["grad_norm"])
     del optimizer.step
-    outcome.parameters = {name: _part(p, local_part(p)) for name, p in _parameters(engine)}
+    outcome.parameters = {name: [_part(p, local_part(p))] for name, p in _parameters(engine)}
     outcome.weights = full_weights(engine)
     return outcome
 
@@ -139,13 +110,13 @@ def _parameters(engine: ArchonEngine) -> Iterator[tuple[str, Tensor]]:
             yield plain_name(name), parameter
 
 
-def gradient_parts(engine: ArchonEngine) -> dict[str, Part]:
+def gradient_parts(engine: ArchonEngine) -> dict[str, list[Part]]:
     """This rank's part of every gradient, as the optimizer is about to use it; zeros where there is none."""
     grads = {plain_name(name): shard.grad for name, shard in engine.loop.optimizer.shards.shards.items()}
     found = {}
     for name, parameter in _parameters(engine):
         grad = grads[name]
-        found[name] = _part(parameter, torch.zeros_like(local_part(parameter)) if grad is None else grad)
+        found[name] = [_part(parameter, torch.zeros_like(local_part(parameter)) if grad is None else grad)]
     return found
 
 
@@ -243,11 +214,3 @@ def refusal(
         if engine is not None:
             engine.destroy()
     return "", "", False
-
-
-class OneProcess:
-    """Stands in for a live group of one rank: this process."""
-
-    @staticmethod
-    def run(cell: Any, **kwargs: Any) -> list[Any]:
-        return [cell(**kwargs)]

@@ -67,7 +67,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"sft": sft, "ppo": ppo, "value": val
 
 @dataclass
 class Outcome:
-    """Results of two optimizer steps."""
+    """Results of a few optimizer steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -79,12 +79,12 @@ class Outcome:
     most_tokens: int = 0
 
 
-def reference(model: Any, loss_name: str, trajectories: list[dict[str, Tensor]]) -> Outcome:
-    """The same two steps in one process with transformers and torch alone; trains ``model``."""
+def reference(model: Any, loss_name: str, trajectories: list[dict[str, Tensor]], steps: int = 2) -> Outcome:
+    """The same steps in one process with transformers and torch alone; trains ``model``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAM["lr"], eps=ADAM["eps"], weight_decay=ADAM["weight_decay"])
     packed = pack(trajectories).as_loss_input()
     outcome = Outcome()
-    for _ in range(2):
+    for _ in range(steps):
         pairs = [reference_logprobs(model, row) for row in trajectories]
         zero = torch.zeros(1)
         logprobs = torch.cat([torch.cat([logp, zero]) for logp, _ in pairs])

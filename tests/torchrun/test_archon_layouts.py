@@ -1,31 +1,24 @@
 """Every Archon layout against one process with transformers in float32: the right value is the same number everywhere.
 
-Gradients and parameters are put together here from the parts that the ranks hold; what several ranks hold must be the
-same bits, because nothing would bring copies together again that drifted apart.
+What is compared, and how, is in ``parity.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from areal.experimental.models.archon.model_spec import get_model_spec
 from areal.experimental.models.archon.state_dict import EMBEDDING, HEAD, StateDictAdapter
 from tests.archon_fakes import hf_model
 from tests.torchrun import archon_cells as cells
-from tests.torchrun.archon_cells import Arrays, Part, RankOutcome
-from tests.torchrun.layout_cells import LENGTHS, Outcome, reference, rows
 from tests.torchrun.live_group import LiveGroup
+from tests.torchrun.parity import ONE_EMPTY, UNEVEN, Layout, OneProcess, Suite
 
 # Three layers: pipeline stages of different lengths, one of them without a layer where there are four.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,42 +32,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = ("qwen3_moe", "qwen3_moe_mixed")
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 DIAGONAL = [("sft", 1), ("ppo", 2), ("value", 3), ("ppo", 5)]
-EVERYTHING = list(range(len(LENGTHS)))
-UNEVEN = {1: [EVERYTHING], 2: [EVERYTHING[:5], EVERYTHING[5:]], 4: [[0, 1], [2], [3, 4, 5, 6, 7], []]}
-ONE_EMPTY = {1: [EVERYTHING], 2: [EVERYTHING, []], 4: [[], EVERYTHING, [], []]}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to spread a model over ranks.
-
-    Attributes:
-        backend: what follows ``archon:``.
-        d: ranks with different rows.
-        model: ranks that share rows.
-        schedule: of the pipeline, if there is one.
-    """
-
-    backend: str
-    d: int = 1
-    model: int = 1
-    schedule: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.backend}{'-' if self.schedule else ''}{self.schedule}"
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """For the cells."""
-        found: dict[str, Any] = {"backend": f"archon:{self.backend}"}
-        return {**found, "archon": {"pp_schedule": self.schedule}} if self.schedule else found
-
-    def shard_of(self, rank: int) -> int:
-        """Which rows ``rank`` has: ranks of one pipeline stage that share rows are neighbours, stages are not."""
-        stages = self.model if self.backend == "p2" else 2 if "p2" in self.backend else 1
-        inner = self.model // stages
-        return (rank % (self.d * inner)) // inner
-
 
 PIPELINES = [Layout("p2", model=2, schedule=schedule) for schedule in SCHEDULES]
 TWO_RANKS = [Layout("d2", d=2), Layout("t2", model=2), Layout("c2", model=2), *PIPELINES]
@@ -137,162 +94,16 @@ def _adapter(path: str) -> StateDictAdapter:
     return spec.state_dict_adapter_class(spec.model_args_class.from_hf_config(config))
 
 
-@cache
-def _reference(path: str, loss_name: str, masked: tuple[int, ...] = ()) -> Outcome:
-    """Gradients and weights are under Archon's names."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    outcome = reference(model, loss_name, rows(masked=masked))
-    to_own = _adapter(path).from_hf
-    outcome.gradients = [to_own(gradients) for gradients in outcome.gradients]
-    outcome.weights = to_own(outcome.weights)
-    return outcome
-
-
-def _whole(ranks: list[dict[str, Part]]) -> dict[str, Tensor]:
-    """Tensors made of the parts that the ranks hold, by own name."""
-    found: dict[str, np.ndarray] = {}
-    for parts in ranks:
-        for name, (place, shape, values) in parts.items():
-            whole = found.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
-            held = ~np.isnan(whole[place])
-            assert np.array_equal(whole[place][held], values[held]), f"{name}: ranks hold different values of {place}"
-            whole[place] = values
-    for name, whole in found.items():
-        assert not np.isnan(whole).any(), f"{name}: no rank holds a part of it"
-    return {name: torch.from_numpy(whole) for name, whole in found.items()}
-
-
-def _union(ranks: list[Arrays]) -> dict[str, Tensor]:
-    found: dict[str, np.ndarray] = {}
-    for tensors in ranks:
-        for name, tensor in tensors.items():
-            assert np.array_equal(found.setdefault(name, tensor), tensor), name
-    return {name: torch.from_numpy(tensor) for name, tensor in found.items()}
-
-
-@dataclass
-class Check:
-    """Compares what the ranks of one case have with the reference; collects what differs, to show all of it."""
-
-    layout: Layout
-    shards: list[list[int]]
-    expected: Outcome
-    tied: bool
-    faults: list[str] = field(default_factory=list)
-
-    def case(self, ranks: list[RankOutcome], n_mbs: int | None) -> None:
-        """Everything but the export."""
-        for rank, outcome in enumerate(ranks):
-            self._numbers(f"rank {rank}: loss", outcome.losses, self.expected.losses)
-            self._numbers(f"rank {rank}: grad_norm", outcome.norms, self.expected.norms)
-            if n_mbs is not None:
-                assert [result["num_micro_batches"] for result in outcome.results] == [n_mbs] * 2
-            assert outcome.results == ranks[0].results
-            self._rows(rank, outcome)
-        for index in range(len(self.shards)):
-            self._entropy(index, [r.entropy for rank, r in enumerate(ranks) if self.layout.shard_of(rank) == index])
-        for step in range(2):
-            gradients = _whole([outcome.gradients[step] for outcome in ranks])
-            self._tensors(f"step {step}: gradient", gradients, self.expected.gradients[step], relative=1e-4)
-        self._tensors("parameter", _whole([r.parameters for r in ranks]), self.expected.weights, absolute=1e-5)
-
-    def _numbers(self, what: str, ours: list[float], expected: list[float]) -> None:
-        if ours != pytest.approx(expected, rel=1e-5, abs=1e-5):
-            self.faults.append(f"{what}: {ours}, expected {expected}")
-
-    def _rows(self, rank: int, outcome: RankOutcome) -> None:
-        own = self.shards[self.layout.shard_of(rank)]
-        assert len(outcome.logprobs) == len(own), f"rank {rank} has other rows"
-        for values, index in zip(outcome.logprobs, own, strict=True):
-            last = LENGTHS[index] - 1
-            self._close(f"rank {rank}: log-probs of row {index}", values[0, :last], self.expected.logprobs[index])
-            assert not values[0, last:].any()
-
-    def _entropy(self, index: int, entropies: list[np.ndarray | None]) -> None:
-        """Of the tokens of shard ``index``: the ranks that called a loss saw all of them."""
-        assert self.expected.entropy is not None
-        starts = np.cumsum([0, *(n + 2 for n in LENGTHS)])
-        expected = torch.split(self.expected.entropy, list(LENGTHS))
-        seen = [x for x in entropies if x is not None and not np.isnan(x).all()]
-        assert seen or not self.shards[index], f"no rank with the rows {self.shards[index]} called a loss"
-        for values in seen:
-            for row in self.shards[index]:
-                found = values[starts[row] : starts[row] + LENGTHS[row]]
-                self._close(f"entropy of row {row}", found, expected[row])
-
-    def _tensors(
-        self, what: str, ours: dict[str, Tensor], expected: dict[str, Tensor], relative: float = 0, absolute: float = 0
-    ) -> None:
-        missing = expected.keys() - ours.keys() - ({HEAD} if self.tied else set())
-        assert not missing, f"{what}: no rank has {sorted(missing)}"
-        assert ours.keys() <= expected.keys()
-        for name, tensor in ours.items():
-            limit = max(relative * expected[name].abs().max().item(), absolute, 1e-8)
-            self._close(f"{what} of {name}", tensor, expected[name], limit)
-
-    def _close(self, what: str, ours: Any, expected: Tensor, limit: float = 1e-5) -> None:
-        difference = (torch.as_tensor(ours) - expected).abs().max().item() if expected.numel() else 0.0
-        if not difference <= limit:  # NaN is a fault too
-            self.faults.append(f"{what}: differs by {difference:.2e}, at most {limit:.2e} is allowed")
-
-
-def _check(
-    group: LiveGroup | cells.OneProcess,
-    path: str,
-    layout: Layout,
-    cases: list[tuple[str, int]],
-    shards: dict[int, list[list[int]]],
-    masked: tuple[int, ...] = (),
-    out: Path | None = None,
-    **settings: Any,
-) -> None:
-    """Run ``cases`` on ``layout`` and compare what every rank has with one process; then its export, if asked for."""
-    arguments = {**layout.arguments, **settings}
-    if "archon" in layout.arguments and "archon" in settings:
-        arguments["archon"] = {**layout.arguments["archon"], **settings["archon"]}
-    ranks = group.run(
-        cells.compare,
-        path=path,
-        cases=cases,
-        shards=shards[layout.d],
-        masked=masked,
-        out=None if out is None else str(out),
-        **arguments,
-    )
-    assert len(ranks) == layout.d * layout.model
-    adapter = _adapter(path)
-    faults = []
-    for number, (loss_name, n_mbs) in enumerate(cases):
-        outcomes = [rank[number] for rank in ranks]
-        check = Check(layout, shards[layout.d], _reference(path, loss_name, masked), adapter.args.tied)
-        check.case(outcomes, None if "mb_spec" in settings else n_mbs)
-        faults += [f"{loss_name}, {n_mbs} micro-batches: {fault}" for fault in check.faults]
-    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults[:20])
-    published = _union([outcome.weights for outcome in outcomes])
-    own = _whole([outcome.parameters for outcome in outcomes])
-    for name, tensor in adapter.from_hf(published).items():
-        assert torch.equal(own.get(name, own[EMBEDDING]), tensor), name
-    if out is not None:
-        _assert_export(path, out, published)
-
-
-def _assert_export(path: str, out: Path, published: dict[str, Tensor]) -> None:
-    """The export has the names and shapes of the original directory and the values of the engine."""
-    original, exported = load_file(Path(path) / "model.safetensors"), load_file(out / "model.safetensors")
-    assert sorted(exported) == sorted(original)
-    assert published.keys() == exported.keys()
-    for name, tensor in exported.items():
-        assert tensor.shape == original[name].shape, name
-        assert torch.equal(tensor, published[name]), name
-    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    again = _adapter(path).from_hf(dict(loaded.named_parameters()))
-    for name, tensor in _adapter(path).from_hf(exported).items():
-        assert torch.equal(again[name], tensor), name
+SUITE = Suite(
+    cells,
+    to_own=lambda path, tensors: _adapter(path).from_hf(tensors),
+    copies=lambda path: {HEAD: EMBEDDING} if _adapter(path).args.tied else {},
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_every_model_equals_transformers(model_dirs: dict[str, str], name: str, tmp_path: Path) -> None:
-    _check(cells.OneProcess(), model_dirs[name], Layout("d1"), DIAGONAL, UNEVEN, out=tmp_path / "export")
+    SUITE.check(OneProcess(), model_dirs[name], Layout("d1"), DIAGONAL, UNEVEN, out=tmp_path / "export")
 
 
 # Layouts are the same code for every model: one with and one without experts stand for them where time is short.
@@ -307,7 +118,7 @@ IN_TURN = [
 def test_two_ranks_every_model_equals_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
-    _check(two_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
+    SUITE.check(two_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -315,7 +126,7 @@ def test_two_ranks_every_model_equals_one_process(
 def test_two_ranks_spread_experts_equal_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
-    _check(two_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
+    SUITE.check(two_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
 
 
 @pytest.mark.parametrize("layout", [Layout("d2", d=2), Layout("(attn:d2|ffn:e2)", d=2)], ids=str)
@@ -323,15 +134,15 @@ def test_two_ranks_rank_without_rows_or_loss_equals_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout
 ) -> None:
     name = "qwen2" if layout.backend == "d2" else "qwen3_moe"
-    _check(two_ranks, model_dirs[name], layout, [("sft", 1), ("ppo", 3)], ONE_EMPTY)
-    _check(two_ranks, model_dirs[name], layout, [("ppo", 2)], UNEVEN, masked=(5, 6, 7))
+    SUITE.check(two_ranks, model_dirs[name], layout, [("sft", 1), ("ppo", 3)], ONE_EMPTY)
+    SUITE.check(two_ranks, model_dirs[name], layout, [("ppo", 2)], UNEVEN, masked=(5, 6, 7))
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS[1:], ids=str)
 def test_two_ranks_micro_batches_without_loss_equal_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout
 ) -> None:
-    _check(two_ranks, model_dirs["qwen2"], layout, [("value", 5)], UNEVEN, masked=(1, 4, 5, 6, 7))
+    SUITE.check(two_ranks, model_dirs["qwen2"], layout, [("value", 5)], UNEVEN, masked=(1, 4, 5, 6, 7))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +159,7 @@ def test_two_ranks_micro_batches_without_loss_equal_one_process(
 def test_two_ranks_settings_equal_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, settings: dict[str, Any]
 ) -> None:
-    _check(two_ranks, model_dirs["qwen3"], layout, [("ppo", 1)], UNEVEN, **settings)
+    SUITE.check(two_ranks, model_dirs["qwen3"], layout, [("ppo", 1)], UNEVEN, **settings)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +174,7 @@ def test_two_ranks_settings_equal_one_process(
 def test_two_ranks_other_pipeline_splits_equal_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, archon: dict[str, Any]
 ) -> None:
-    _check(two_ranks, model_dirs["qwen3_moe_mixed"], layout, [("ppo", 3)], UNEVEN, archon=archon)
+    SUITE.check(two_ranks, model_dirs["qwen3_moe_mixed"], layout, [("ppo", 3)], UNEVEN, archon=archon)
 
 
 @pytest.mark.parametrize(("layout", "name"), _on_four_ranks(FOUR_RANKS, MODELS), ids=str)
@@ -371,14 +182,14 @@ def test_four_ranks_every_model_equals_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
     cases = DIAGONAL if name in ("qwen2", "qwen3_moe") else DIAGONAL[1:3]
-    _check(four_ranks, model_dirs[name], layout, cases, UNEVEN, out=tmp_path / "export")
+    SUITE.check(four_ranks, model_dirs[name], layout, cases, UNEVEN, out=tmp_path / "export")
 
 
 @pytest.mark.parametrize(("layout", "name"), _on_four_ranks(FOUR_RANKS_EXPERTS, EXPERTS), ids=str)
 def test_four_ranks_spread_experts_equal_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
-    _check(four_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
+    SUITE.check(four_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN, out=tmp_path / "export")
 
 
 @pytest.mark.slow
@@ -387,14 +198,8 @@ def test_four_ranks_rank_without_rows_or_loss_equals_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout
 ) -> None:
     name = "qwen3_moe" if "ffn" in layout.backend else "qwen2"
-    _check(four_ranks, model_dirs[name], layout, [("ppo", 2)], ONE_EMPTY)
-    _check(four_ranks, model_dirs[name], layout, [("ppo", 2)], UNEVEN, masked=(5, 6, 7))
-
-
-def _run(request: pytest.FixtureRequest, layout: Layout, cell: Any, **kwargs: Any) -> list[Any]:
-    """Results by rank of a cell on as many ranks as ``layout`` has."""
-    group = request.getfixturevalue("two_ranks" if layout.d * layout.model == 2 else "four_ranks")
-    return group.run(cell, **layout.arguments, **kwargs)
+    SUITE.check(four_ranks, model_dirs[name], layout, [("ppo", 2)], ONE_EMPTY)
+    SUITE.check(four_ranks, model_dirs[name], layout, [("ppo", 2)], UNEVEN, masked=(5, 6, 7))
 
 
 D2, E2, ZBV = TWO_RANKS[0], TWO_RANKS_EXPERTS[0], PIPELINES[3]
@@ -429,41 +234,15 @@ def test_recover_point_of_one_layout_continues_in_another(  # noqa: PLR0913 - on
     name: str,
     tmp_path: Path,
 ) -> None:
-    arguments = {"path": model_dirs[name], "out": str(tmp_path / "point")}
-    expected = _run(request, first, cells.save_and_go_on, shards=UNEVEN[first.d], **arguments)
-    resumed = _run(request, second, cells.resume, shards=UNEVEN[second.d], **arguments)
-
-    for answer in resumed:
-        assert answer["version"] == expected[0]["version"] == 4
-        for ours, wanted in zip(answer["results"], expected[0]["results"], strict=True):
-            assert ours["lr"] == pytest.approx(wanted["lr"], rel=1e-9)
-            assert ours["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    weights, wanted = (_union([answer["weights"] for answer in ranks]) for ranks in (resumed, expected))
-    assert weights.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+    SUITE.check_recover_point(request, model_dirs[name], first, second, tmp_path / "point")
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe_mixed"])
 def test_init_from_scratch_gives_equal_weights_in_every_layout(
     request: pytest.FixtureRequest, model_dirs: dict[str, str], name: str
 ) -> None:
-    path = model_dirs[name]
     layouts = TWO_RANKS + (TWO_RANKS_EXPERTS if name in EXPERTS else [])
-    expected = _union([cells.fresh_weights(path, "archon:d1", seed=3)])
-    other = _union([cells.fresh_weights(path, "archon:d1", seed=4)])
-
-    faults = []
-    for layout in layouts:
-        found = _union(_run(request, layout, cells.fresh_weights, path=path, seed=3))
-        assert found.keys() == expected.keys(), layout
-        faults += [f"{layout}: {key}" for key, tensor in expected.items() if not torch.equal(found[key], tensor)]
-
-    assert not faults, f"{len(faults)} tensors differ from one process: {faults[:10]}"
-    matrices = {key: tensor for key, tensor in expected.items() if tensor.dim() > 1}
-    assert all(0.1 < tensor.std() < 0.3 for tensor in matrices.values())  # initializer_range is 0.2
-    assert len({tensor.sum().item() for tensor in matrices.values()}) == len(matrices)
-    assert not any(torch.equal(other[key], tensor) for key, tensor in matrices.items())
+    SUITE.check_fresh_weights(request, model_dirs[name], Layout("d1"), layouts)
 
 
 @pytest.mark.parametrize(
@@ -482,11 +261,7 @@ def test_init_from_scratch_gives_equal_weights_in_every_layout(
 def test_hf_export_is_read_again_by_its_layout(
     request: pytest.FixtureRequest, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
-    arguments = {"path": model_dirs[name], "out": str(tmp_path / "export")}
-    for before, after in _run(request, layout, cells.reload, **arguments):
-        assert before.keys() == after.keys()
-        for key, tensor in before.items():
-            assert np.array_equal(after[key], tensor), key
+    SUITE.check_reload(request, model_dirs[name], layout, tmp_path / "export")
 
 
 @pytest.mark.parametrize("layout", [TWO_RANKS[1], PIPELINES[0], ZBV], ids=str)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from areal.utils import environ
+from areal.utils.errors import ConfigError
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
@@ -28,6 +29,14 @@ def current_device() -> torch.device:
 def padding_quantum(device: torch.device) -> int:
     """Packed rows are padded to a multiple of this many tokens: kernels want it on a GPU, a CPU does not."""
     return 256 if device.type == "cuda" else 1
+
+
+def check_world_size(backend: str, needed: int) -> None:
+    """Raises ConfigError: this job has another number of processes than ``backend`` needs."""
+    found = dist.get_world_size() if dist.is_initialized() else environ.world_size()
+    if found != needed:
+        hint = "; set scheduler.type=local, which starts them, or launch the script with torchrun" if needed > 1 else ""
+        raise ConfigError(f"backend {backend} needs {needed} processes, this job has {found}{hint}")
 
 
 def join_world(device: torch.device) -> None:

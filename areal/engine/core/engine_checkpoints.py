@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from areal.api.io_struct import SaveLoadMeta
     from areal.engine.core.parallel_dims import ParallelGroups
 
-__all__ = ["EngineCheckpoints"]
+__all__ = ["EngineCheckpoints", "gathered"]
 
 
 class EngineCheckpoints:
@@ -65,8 +65,7 @@ class EngineCheckpoints:
         if meta.weight_format == "hf":
             self._save_hf(meta)
         else:
-            tensors = recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta))
-            save_dcp(meta.path, tensors, rng_state(), self._document(version), self.groups.cpu)
+            save_dcp(meta.path, self._recover_tensors(meta), rng_state(), self._document(version), self.groups.cpu)
 
     def stage(self, meta: SaveLoadMeta, version: int) -> Callable[[], None]:
         """Copy what :meth:`save` would write to the host; the returned function writes it, from any thread.
@@ -99,11 +98,11 @@ class EngineCheckpoints:
         """Read ``meta.path``; returns the version of the weights (``version`` for ``hf``, which knows none)."""
         _check_format(meta)
         if meta.weight_format == "hf":
-            load_hf_weights(self.layout, self.shards, meta.path, self.groups.cpu)
+            self._load_hf(meta)
             if meta.with_optim:
                 load_optimizer_file(meta.path, self._optimizer_state(), self.groups.cpu)
             return version
-        tensors = recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta))
+        tensors = self._recover_tensors(meta, loading=True)
         state = load_dcp(meta.path, tensors, self._identity(), self.groups.cpu)
         if self.layout.copies:  # where this rank holds both, one was read
             for key, tensor in _recover_pairs(self.layout, self.shards, self._optimizer_to_save(meta)):
@@ -121,6 +120,13 @@ class EngineCheckpoints:
             self._stage.close()
             self._stage = None
 
+    def _load_hf(self, meta: SaveLoadMeta) -> None:
+        load_hf_weights(self.layout, self.shards, meta.path, self.groups.cpu)
+
+    def _recover_tensors(self, meta: SaveLoadMeta, *, loading: bool = False) -> dict[str, Tensor]:
+        """What a recover point holds of this rank; ``loading`` writes into these tensors."""
+        return recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta))
+
     def _save_hf(self, meta: SaveLoadMeta) -> None:
         layout = self.whole if meta.merged else self.layout
         state = self._optimizer_state() if meta.with_optim else None
@@ -132,7 +138,7 @@ class EngineCheckpoints:
         else:  # ranks of other stages have other tensors, so gathering takes more than the ranks that hold a part
             pieces = {n: Piece.of(t, local_part(t), self._export_dtype(t)) for n, t in named_tensors(layout)}
             gatherer = PieceGatherer(pieces, self.groups.cpu)
-            total, tensors = gatherer.total_bytes, _gathered(layout, gatherer)
+            total, tensors = gatherer.total_bytes, gathered(layout, gatherer)
         export_hf(meta.path, export, tensors, total, self.groups.cpu)
 
     def _stage_hf(self, meta: SaveLoadMeta, stage: HostStage) -> Callable[[], None]:
@@ -148,13 +154,13 @@ class EngineCheckpoints:
 
         def write() -> None:
             gatherer = PieceGatherer(pieces, stage.group)
-            export_hf(path, export, _gathered(layout, gatherer), gatherer.total_bytes, stage.group)
+            export_hf(path, export, gathered(layout, gatherer), gatherer.total_bytes, stage.group)
 
         return write
 
     def _stage_dcp(self, meta: SaveLoadMeta, stage: HostStage, version: int) -> Callable[[], None]:
         tensors = {}
-        for name, tensor in recover_tensors(self.layout, self.shards, self._optimizer_to_save(meta)).items():
+        for name, tensor in self._recover_tensors(meta).items():
             host = stage.keep(f"dcp.{name}", local_part(tensor))
             tensors[name] = DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
         rng, document, path = rng_state(), self._document(version), meta.path
@@ -225,7 +231,7 @@ def local_optimizer_state(shards: ParamShards, optimizer: ClippedOptimizer) -> d
     return {f"{name}.{key}": value for name in shards.shards for key, value in optimizer.state_tensors(name).items()}
 
 
-def _gathered(layout: ModelLayout, gatherer: PieceGatherer) -> Iterator[HfTensor]:
+def gathered(layout: ModelLayout, gatherer: PieceGatherer) -> Iterator[HfTensor]:
     """Tensors of all ranks' pieces under their checkpoint names, the same on every rank."""
     for name, outline in gatherer.outlines.items():
         whole = _SplitTensor(name, layout, gatherer)

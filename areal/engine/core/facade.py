@@ -147,6 +147,7 @@ class ComputeFacade(ResidencyFacade, EngineCompute):
             self.loop.forward_backward_batch(mb_list, process_output_fn, forward_only)
 
     def optimizer_zero_grad(self) -> None:
+        self.onload()  # some engines keep gradients in buffers
         self.loop.optimizer.zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:

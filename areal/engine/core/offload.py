@@ -52,12 +52,20 @@ class Offloader:
         tensors: all tensors to move, asked for at every :meth:`offload`; aliases are moved once.
         device: where they belong; tensors elsewhere (moments in host memory) stay.
         drop: frees what need not be kept (gradients, gathered weights).
+        zeros: tensors that hold nothing but zeros after ``drop``; they leave without being kept, and are zero again.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, drop: Callable[[], None]) -> None:
-        self._tensors, self._device, self._drop = tensors, device, drop
-        self._storages: list[torch.UntypedStorage] = []
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        drop: Callable[[], None],
+        zeros: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self._tensors, self._device, self._drop, self._zeros = tensors, device, drop, zeros
+        self._storages: list[torch.UntypedStorage] = []  # those that are kept come first
         self._sizes: list[int] = []
+        self._n_kept = 0
         self._parked: _Parked | None = None
         self._depth = 0
 
@@ -75,10 +83,11 @@ class Offloader:
         if self.offloaded:
             return
         self._drop()
-        self._storages = _distinct_storages(self._tensors(), self._device)
+        kept, zeros = (_distinct_storages(tensors(), self._device) for tensors in (self._tensors, self._zeros))
+        self._storages, self._n_kept = kept + zeros, len(kept)
         self._sizes = [storage.nbytes() for storage in self._storages]
         park = _park_on_host if self._device.type == "cuda" else _park_in_file
-        self._parked = park(self._storages)
+        self._parked = park(kept)
         for storage in self._storages:
             storage.resize_(0)
         _return_memory(self._device)
@@ -90,7 +99,9 @@ class Offloader:
             return
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-        self._parked.restore(self._storages)
+        self._parked.restore(self._storages[: self._n_kept])
+        for storage in self._storages[self._n_kept :]:
+            _as_bytes(storage).zero_()
         self._parked, self._storages = None, []
 
     def close(self) -> None:

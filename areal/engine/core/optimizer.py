@@ -165,8 +165,7 @@ class ClippedOptimizer:
         self.nonfinite_steps = 0
         self.copies: Mapping[str, int] = {}
         self._nonfinite_in_a_row = 0
-        own = {name: shard for name, shard in shards.shards.items() if shard.numel()}
-        self.torch_optimizer = build_torch_optimizer(config, own, layers_ahead)
+        self.torch_optimizer: torch.optim.Optimizer = self._build(layers_ahead)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -187,8 +186,7 @@ class ClippedOptimizer:
             EngineError: ``optimizer.max_nonfinite_steps`` steps in a row had no finite norm.
         """
         grads = self.shards.collect_gradients()
-        device = next(iter(self.shards.shards.values())).device
-        norm = global_norm(grads, self.group, self._copies_of_gradients(), device)
+        norm = self._norm(grads)
         lr = self.schedule.lr
         if inspect is not None:
             inspect(norm)
@@ -200,11 +198,24 @@ class ClippedOptimizer:
         scale = self.config.gradient_clipping / (norm + _CLIP_EPS)
         if scale < 1.0 and grads:
             torch._foreach_mul_(grads, scale)
+        self._update(lr)
+        return {"update_successful": 1.0, "grad_norm": norm, "lr": lr, **self._counts()}
+
+    def _build(self, layers_ahead: int | None) -> Any:
+        own = {name: shard for name, shard in self.shards.shards.items() if shard.numel()}
+        return build_torch_optimizer(self.config, own, layers_ahead)
+
+    def _norm(self, grads: list[Tensor]) -> float:
+        """L2 norm of all ranks' gradients, before clipping."""
+        device = next(iter(self.shards.shards.values())).device
+        return global_norm(grads, self.group, self._copies_of_gradients(), device)
+
+    def _update(self, lr: float) -> None:
+        """Step with clipped gradients."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr
         self.torch_optimizer.step()
         self.shards.write_back()
-        return {"update_successful": 1.0, "grad_norm": norm, "lr": lr, **self._counts()}
 
     def _copies_of_gradients(self) -> list[int]:
         shards = self.shards.shards.items()

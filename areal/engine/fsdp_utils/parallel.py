@@ -22,11 +22,10 @@ from torch.distributed.fsdp import (
 )
 from transformers import PreTrainedModel
 
-from areal.engine.core.distributed import agreement_group, group_rank, join_world
+from areal.engine.core.distributed import agreement_group, check_world_size, group_rank, join_world
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.fsdp_utils.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from areal.engine.fsdp_utils.ulysses import check_heads, use_parallel_attention
-from areal.utils import environ
 from areal.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,10 +79,7 @@ def build_mesh(strategy: ParallelStrategy, device: torch.device) -> DeviceMesh |
         ConfigError: more ranks are asked for than there are processes.
     """
     size = strategy.world_size
-    world = dist.get_world_size() if dist.is_initialized() else environ.world_size()
-    if size != world:
-        hint = "; set scheduler.type=local, which starts them, or launch the script with torchrun" if size > 1 else ""
-        raise ConfigError(f"backend fsdp:{_layout(strategy)} needs {size} processes, but this job has {world}{hint}")
+    check_world_size(f"fsdp:{_layout(strategy)}", size)
     if size == 1:
         return None
     join_world(device)

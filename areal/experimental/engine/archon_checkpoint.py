@@ -8,7 +8,6 @@ A pipeline rank describes its own stages only; core brings the ranks together wh
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,24 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PretrainedConfig
 
 from areal.engine.core import lora
 from areal.engine.core.checkpoint import check_names
 from areal.engine.core.empty_model import materialize
 from areal.engine.core.hf_checkpoint import HfDirectory
-from areal.engine.core.hf_load import check_model_type, weights_directory
+from areal.engine.core.hf_kind import HfKind
 from areal.engine.core.lora import is_adapter
 from areal.engine.core.model_layout import named_tensors, persistent_buffers
 from areal.engine.core.tensor_parts import Index
-from areal.engine.core.value_head import (
-    VALUE_HEAD,
-    classifier_config,
-    classifier_name,
-    fill_value_head,
-    refuse_head_bias,
-)
+from areal.engine.core.value_head import VALUE_HEAD, fill_value_head, refuse_head_bias
 from areal.experimental.models.archon.base import ArchonModel
 from areal.experimental.models.archon.model_spec import get_model_spec
 from areal.experimental.models.archon.moe.state_dict import is_expert_key, join_experts
@@ -60,12 +52,12 @@ class ArchonLayout:
     def __init__(
         self, parts: list[ArchonModel], adapter: StateDictAdapter, config: PretrainedConfig, path: str
     ) -> None:
-        self.parts, self.adapter, self.config = parts, adapter, config
+        self.parts, self.adapter = parts, adapter
         self.args = adapter.args
-        self.model_type: str = config.model_type
+        self.kind = HfKind(config, path, is_critic=self.args.is_critic)
+        self.model_type = self.kind.model_type
         self.optional: set[str] = {VALUE_HEAD} if self.args.is_critic else set()
         self.optional |= {name for name, _ in self.named_parameters() if is_adapter(name)}
-        self._generation_config = None if self.args.is_critic else _generation_config(path)
         names = [name for name, _ in named_tensors(self)]
         assert len(names) == len(set(names)), "parts of a model have the same names"
         # Only a head that is a parameter of its own, in a stage without the embedding, has a name.
@@ -110,26 +102,14 @@ class ArchonLayout:
             CheckpointError: also for files that are not plain safetensors, for missing tensors and for other shapes;
                 all of them are listed under their checkpoint names.
         """
-        root = weights_directory(os.fspath(path))
-        if root is None:
-            raise CheckpointError(
-                f"{path} has no plain safetensors weights, which Archon models are read from; load and save it with "
-                "transformers, or train it with the FSDP engine"
-            )
-        directory = HfDirectory(root)
-        check_model_type(path, directory.model_type, self.model_type, self._class_name)
-        source = ArchonSource(directory, self)
+        source = ArchonSource(self.kind.directory(path), self)
         if self.args.is_critic:
             refuse_head_bias(path, source.unexpected)
         return source
 
     def configs(self) -> tuple[Any, Any]:
         """See ``ModelLayout``. A critic is exported as a sequence classifier with one label."""
-        config = copy.deepcopy(self.config)
-        if self.args.is_critic:
-            return classifier_config(config), None
-        config.architectures = [self._class_name]
-        return config, copy.deepcopy(self._generation_config)
+        return self.kind.configs()
 
     @cached_property
     def whole_names(self) -> dict[str, list[str]]:
@@ -145,13 +125,6 @@ class ArchonLayout:
         untied = type(self.adapter)(replace(self.args, tied=False))
         [(key, _)] = untied.convert_single_to_hf(HEAD, torch.empty(0))
         return key
-
-    @property
-    def _class_name(self) -> str:
-        if self.args.is_critic:
-            return classifier_name(self.model_type)
-        name: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type]
-        return name
 
 
 @dataclass(frozen=True)
@@ -264,11 +237,3 @@ def _fused_experts(directory: HfDirectory) -> dict[str, tuple[str, int, int]]:
             for name, view in joined.items():
                 found[name] = (key, view.storage_offset() // view.stride(1), len(joined))
     return found
-
-
-def _generation_config(path: str) -> GenerationConfig | None:
-    try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(path)
-    except OSError:  # no such file
-        return None
-    return config

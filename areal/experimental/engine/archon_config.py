@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from areal.api.config.fields import FieldError, check_fields
+from areal.engine.core.determinism import use_deterministic_algorithms
 from areal.engine.core.model import refuse_later_features
 from areal.experimental.models.archon.activation_checkpoint import AcOptions
 from areal.experimental.models.archon.compile import CompileOptions
-from areal.utils import environ, logging
+from areal.utils import logging
 from areal.utils.errors import ConfigError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -26,19 +27,12 @@ if TYPE_CHECKING:
     from areal.experimental.engine.archon_dims import ArchonParallelDims
     from areal.experimental.models.archon.base import ModelArgs
 
-__all__ = ["TrainingOptions", "prepare_training_config", "use_deterministic_algorithms"]
+__all__ = ["TrainingOptions", "prepare_training_config"]
 
 logger = logging.getLogger("ArchonConfig")
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that run the backward pass of a stage in two halves: gradients of inputs, and later those of weights."""
-
-DETERMINISTIC_ENV = {
-    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
-    "TORCHINDUCTOR_DETERMINISTIC": ("1",),
-}
-"""Values that give equal results in every run; the first one is set unless another of them is."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +77,6 @@ def prepare_training_config(
         use_deterministic_algorithms()
     ac = _ac_options(archon, args, dims, every) if config.gradient_checkpointing else None
     return TrainingOptions(ac, compiled)
-
-
-def use_deterministic_algorithms() -> None:
-    """Equal results in every run of this process, with a warning where torch has no deterministic algorithm.
-
-    NCCL and cuBLAS read their settings when they start, so call it before the first group and the first kernel. It
-    stays on for the life of the process.
-    """
-    for name, allowed in DETERMINISTIC_ENV.items():
-        if environ.get_env(name) not in allowed:
-            environ.set_env({name: allowed[0]})
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _every(archon: ArchonEngineConfig) -> int | None:

@@ -19,28 +19,22 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 import areal.experimental.models.archon  # noqa: F401 - registers the model families
-from areal.api.engine_api import TrainEngine
 from areal.engine.core.compiled_layers import check_compile
-from areal.engine.core.distributed import agreement_group, current_device, group_rank, join_world, leave_world
+from areal.engine.core.determinism import use_deterministic_algorithms
+from areal.engine.core.distributed import agreement_group, check_world_size, group_rank, join_world, leave_world
+from areal.engine.core.engine_base import EngineBase
 from areal.engine.core.engine_checkpoints import EngineCheckpoints
-from areal.engine.core.facade import ComputeFacade, RolloutFacade, ServiceFacade, TopologyFacade, WeightsFacade
-from areal.engine.core.failure_capture import watch_for_failures
 from areal.engine.core.hf_load import load_streamed
 from areal.engine.core.loop import TrainLoop
 from areal.engine.core.lora import base_fingerprint, refuse_adapter
 from areal.engine.core.lr_schedule import LrSchedule
-from areal.engine.core.offload import Offloader
-from areal.engine.core.optimizer import ClippedOptimizer, ParamShards, model_dtype
+from areal.engine.core.optimizer import ClippedOptimizer, model_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
 from areal.engine.core.shared_prefix import check_tree_training, tree_attention
 from areal.engine.fsdp_utils.grad import shard_copies
 from areal.engine.fsdp_utils.optimizer import build_shards
 from areal.experimental.engine.archon_checkpoint import ArchonLayout
-from areal.experimental.engine.archon_config import (
-    TrainingOptions,
-    prepare_training_config,
-    use_deterministic_algorithms,
-)
+from areal.experimental.engine.archon_config import TrainingOptions, prepare_training_config
 from areal.experimental.engine.archon_dims import ArchonParallelDims
 from areal.experimental.engine.archon_init import init_weights
 from areal.experimental.engine.archon_runner import (
@@ -69,8 +63,8 @@ from areal.experimental.models.archon.pipeline_split import (
     split_modules,
     stages_of_rank,
 )
-from areal.utils import environ, logging
-from areal.utils.errors import ConfigError, EngineError
+from areal.utils import logging
+from areal.utils.errors import EngineError
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ParallelStrategy
@@ -120,7 +114,7 @@ class ArchonLm:
         return own, None if attention is None else attention.tree.source
 
 
-class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, ServiceFacade, TrainEngine):
+class ArchonEngine(EngineBase):
     """Owns one model, or the stages of it that this pipeline rank holds: steps it, scores with it, saves and publishes.
 
     Life: ``create_process_group()``, ``initialize()``, any number of calls, ``destroy()``.
@@ -130,8 +124,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
     """
 
     def __init__(self, config: TrainEngineConfig) -> None:
-        # Config
-        self.config = config
+        super().__init__(config)
         self.options: TrainingOptions | None = None
 
         # Model
@@ -140,12 +133,9 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         self.spec: ModelSpec = get_model_spec(self.model_config.model_type)
         self.args: ModelArgs | None = None
         self.parts: list[ArchonModel] = []
-        self.module: nn.Module | None = None
 
         # Distributed
         self.dims: ArchonParallelDims | None = None
-        self.groups = ParallelGroups()
-        self._device = current_device()
         self._joined = False
 
         # Pipeline
@@ -158,19 +148,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
 
         # Runtime state
         self.runner: ForwardBackwardRunner | None = None
-        self._shards: ParamShards | None = None
-        self._loop: TrainLoop | None = None
-        self._checkpoints: EngineCheckpoints | None = None
         self._layout: ArchonLayout | None = None
-        self._version = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def initialized(self) -> bool:
-        return self._loop is not None
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the groups of ``parallel_strategy`` (None: that of ``config.backend``); one rank starts nothing.
@@ -179,11 +157,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             ConfigError: the layout fits neither the processes of this job nor the model, or its sizes do not fit
                 together.
         """
-        if parallel_strategy is None:
-            from areal.api.alloc_mode import ModelAllocation
-
-            parallel_strategy = ModelAllocation.from_str(self.config.backend).parallel
-        self.dims = ArchonParallelDims.from_strategy(parallel_strategy, self._device.type)
+        self.dims = ArchonParallelDims.from_strategy(self._strategy_or_own(parallel_strategy), self._device.type)
         self._check_layout()
         if self.config.archon.use_deterministic_algorithms:
             use_deterministic_algorithms()  # before NCCL and cuBLAS start, which read their settings then
@@ -201,8 +175,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             ft_spec: length of the run, for the learning-rate schedule.
             kwargs: must be empty; unknown arguments are refused.
         """
-        if addr is not None or kwargs:
-            raise ConfigError(f"ArchonEngine.initialize takes ft_spec only, got addr={addr!r} {sorted(kwargs)}")
+        self._check_start(addr, kwargs)
         if self.dims is None:
             self.create_process_group()
         assert self.dims is not None
@@ -233,8 +206,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
             self._checkpoints = EngineCheckpoints(
                 trained, self._shards, optimizer, self.groups, dtype, whole=merged, identity=identity
             )
-        self._offloader = Offloader(self._tensors_to_move, self._device, self._drop_gradients)
-        watch_for_failures(self)
+        self._started()
 
     # -- parallelism ---------------------------------------------------------------------------------------------------
 
@@ -244,12 +216,7 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
         if self.config.enable_tree_training:
             self.config.pad_to_maximum = True
         check_tree_training(self.config, tensor=dims.tp, sequence=dims.cp, pipeline=dims.pp)
-        world = dist.get_world_size() if dist.is_initialized() else environ.world_size()
-        if dims.world_size != world:
-            hint = "; set scheduler.type=local, which starts them, or launch the script with torchrun"
-            raise ConfigError(
-                f"backend {self.config.backend} needs {dims.world_size} processes, this job has {world}{hint}"
-            )
+        check_world_size(self.config.backend, dims.world_size)
         attn_type = "varlen" if archon.attn_type == "tree" else archon.attn_type
         self.args = self.spec.model_args_class.from_hf_config(
             self.model_config, is_critic=self.config.is_critic, attn_type=attn_type
@@ -421,13 +388,8 @@ class ArchonEngine(TopologyFacade, ComputeFacade, WeightsFacade, RolloutFacade, 
 
     def destroy(self) -> None:
         """Free the model; the last engine of the process leaves the groups. Safe to call twice."""
-        self.disconnect_engine()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        if self._offloader is not None:
-            self._offloader.close()
-        self._loop = self._offloader = self._checkpoints = self._layout = self._shards = None
-        self.module, self.parts, self.stages, self.runner = None, [], [], None
+        self._release()
+        self.parts, self.stages, self.runner, self._layout = [], [], None, None
         self.weight_sync_state = WeightSyncState(pp_rank=0)
         if self._joined and dist.is_initialized():
             leave_world()

@@ -63,7 +63,7 @@ def lora_layouts(layout: ArchonLayout, path: str, spec: LoraSpec) -> tuple[Adapt
         layout: of the model with its adapters.
         path: that of ``ArchonLayout``.
     """
-    merged = MergedArchonLayout(layout.parts, layout.adapter, layout.config, path)
+    merged = MergedArchonLayout(layout.parts, layout.adapter, layout.kind.config, path)
 
     def outside(name: str) -> str:
         module, mark, rest = name.partition(".lora_")
