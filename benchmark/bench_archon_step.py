@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 def measure(model: str, repeats: int) -> dict[str, Any]:
     """Times of both engines on one model."""
-    seconds = alternate({name: _several(step, STEPS[model]) for name, step in steps(model).items()}, repeats)
+    seconds = alternate({name: several(step, STEPS[model]) for name, step in steps(model).items()}, repeats)
     return {
         "tokens": sum(LENGTHS[model]),
         "sequences": len(LENGTHS[model]),
@@ -59,11 +59,11 @@ def measure(model: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def steps(model: str) -> dict[str, Callable[[], float]]:
+def steps(model: str, engines: Mapping[str, str] = ENGINES) -> dict[str, Callable[[], float]]:
     """By engine: a function that takes one step and returns its seconds; each took its first step already."""
     with tempfile.TemporaryDirectory() as path:
         batch = make_batch(LENGTHS[model], save_model(model, path))
-        found = {name: engine_step(path, batch, backend) for name, backend in ENGINES.items()}
+        found = {name: engine_step(path, batch, backend) for name, backend in engines.items()}
     for step in found.values():
         step()  # memory, threads and optimizer state are set up
     return found
@@ -79,7 +79,8 @@ def profile(model: str) -> None:
         sys.stdout.write(f"{model}, {name}, {STEPS[model]} step(s)\n{table}\n")
 
 
-def _several(step: Callable[[], float], times: int) -> Callable[[], float]:
+def several(step: Callable[[], float], times: int) -> Callable[[], float]:
+    """``step`` taken ``times`` times; the mean of its seconds."""
     return lambda: sum(step() for _ in range(times)) / times
 
 

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from areal.api.config.optimizer import OptimizerConfig
 from areal.api.config.train import TrainEngineConfig
-from areal.engine.fsdp_engine import FSDPEngine
 from areal.models.transformers.varlen_attention import register_varlen_attention
 from areal.utils.batch import PackedBatch, pack, roll_packed
 from benchmark.common import alternate, arguments, emit, ratio, summary
@@ -110,7 +109,7 @@ def make_batch(lengths: tuple[int, ...], vocabulary: int) -> PackedBatch:
 
 def build_engine(path: str, backend: str, **settings: Any) -> Any:
     """An engine of ``backend`` in float32, ready to train; ``settings`` are fields of its ``TrainEngineConfig``."""
-    from areal.experimental.engine.archon_engine import ArchonEngine
+    from areal.trainer.roles import TRAIN_ENGINES
 
     config = TrainEngineConfig(
         experiment_name="bench",
@@ -121,7 +120,7 @@ def build_engine(path: str, backend: str, **settings: Any) -> Any:
         optimizer=OptimizerConfig(gradient_clipping=1.0, **ADAM),
         **settings,
     )
-    engine: Any = ArchonEngine(config) if backend.startswith("archon") else FSDPEngine(config)
+    engine: Any = TRAIN_ENGINES.get(backend.partition(":")[0])(config)
     engine.create_process_group()
     engine.initialize()
     engine.train()

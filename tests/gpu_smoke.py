@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from areal.api.config.fsdp import FSDPEngineConfig
 from areal.api.config.inference import NativeConfig
+from areal.api.config.megatron import FP8EngineConfig
 from areal.api.config.train import FailureCaptureConfig
 from areal.api.io_struct import SaveLoadMeta
 from areal.engine.core.device_stats import DeviceRuntimeInfo
@@ -252,3 +254,53 @@ def test_device_stats_tell_the_memory_of_the_device(model_dir: str) -> None:
     assert 0 < stats.mem_allocated <= stats.mem_reserved <= stats.mem_total
     assert stats.mem_total == pytest.approx(total, rel=0.05)
     engine.destroy()
+
+
+def _megatron(path: str, **settings: Any) -> Any:
+    """An initialised Megatron engine of one device; skips where megatron-core is missing."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install 'areal[megatron]'")
+    from tests.torchrun.megatron_cells import megatron_engine
+
+    engine = megatron_engine(path, "megatron:d1", **settings)
+    engine.create_process_group()
+    engine.initialize(None, None)
+    return engine.train()
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_megatron_engine_in_float32_equals_plain_transformers_on_the_cpu(
+    model_dir: str, tmp_path: Path, experts: bool
+) -> None:
+    path = save_tiny_moe(tmp_path / "moe") if experts else model_dir
+    engine, data, reference = _megatron(path), batch(), _reference(path)
+    assert "areal.engine.megatron_utils.cpu_compat" not in sys.modules
+    optimizer = adamw(reference)
+    for _ in range(2):
+        loss = engine.eval_batch(data, loss_fn, weight_fn)
+        result = engine.train_batch(data, loss_fn, weight_fn)
+        expected_loss, expected_norm = reference_step(reference, data, optimizer)
+        assert loss.item() == pytest.approx(expected_loss, rel=FLOAT32_REL)
+        assert result["grad_norm"] == pytest.approx(expected_norm, rel=FLOAT32_REL)
+    engine.destroy()
+
+
+def test_megatron_engine_in_bfloat16_is_close_and_small_updates_arrive(model_dir: str) -> None:
+    engine = _megatron(model_dir, dtype="bfloat16", optimizer={"lr": 1e-5, "weight_decay": 0.0})
+    _assert_bfloat16_is_close(engine, model_dir)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_megatron_engine_in_fp8_trains_near_bfloat16(model_dir: str, recipe: str) -> None:
+    if importlib.util.find_spec("transformer_engine") is None or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Transformer Engine and a Hopper GPU")
+    losses = {}
+    for name, section in (("bfloat16", {}), ("fp8", {"fp8_config": FP8EngineConfig(recipe=recipe)})):
+        engine = _megatron(model_dir, dtype="bfloat16", optimizer={"lr": 1e-3}, megatron=section)
+        losses[name] = []
+        for _ in range(10):
+            losses[name].append(engine.eval_batch(batch(), loss_fn, weight_fn).item())
+            assert engine.train_batch(batch(), loss_fn, weight_fn)["update_successful"] == 1.0
+        engine.destroy()
+    assert losses["fp8"] == pytest.approx(losses["bfloat16"], rel=0.1)
+    assert losses["fp8"][-1] < losses["fp8"][0]

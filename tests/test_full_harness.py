@@ -43,7 +43,7 @@ def test_table_has_the_suite_every_preset_scheduler_and_backend_and_twenty_seeds
         "checkpoint": 2,
         "accuracy": 1 + len(PRESETS) + len(PAIR_PRESETS),
         "scheduler": 3,
-        "backend": 7,
+        "backend": 8,
         "chaos": 20,
         "chaos-workers": 20,
         "kill": 20,

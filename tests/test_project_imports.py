@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = find_modules(ROOT)
 PACKAGES = sorted({".".join(name.split(".")[:2]) for name in MODULES})
 OPTIONAL = ("ray", "redis", "etcd3gw", "megatron", "peft", "openai", "anthropic", "wandb", "swanlab", "trackio", "vllm")
+# Classes of megatron-core are extended there; the engine imports them when it is made.
+NEED_MEGATRON = tuple(
+    f"areal.engine.megatron_utils.{name}" for name in ("build", "cpu_compat", "model", "optimizer", "pipeline", "spec")
+)
 LIGHT = ("areal", "areal.api", "areal.api.cli_args", "areal.api.io_struct", "areal.cli", "areal.utils.errors")
 
 # Imports every module of one package in one fresh interpreter and reports what failed and what was loaded.
@@ -47,6 +51,7 @@ def probe(names: list[str]) -> dict:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_package_alone_succeeds_without_side_effects(package):
     names = [name for name in MODULES if name == package or name.startswith(package + ".")]
+    names = [name for name in names if name not in NEED_MEGATRON]
 
     result = probe(names if package != "areal" else ["areal"])
 

@@ -51,6 +51,24 @@ def test_archon_roles_hold_an_archon_engine(name: str, role: type, tiny_model_di
     made.destroy()
 
 
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("PPOActor", PPOActor), ("LMEngine", LMLearner), ("DPOEngine", DPOLearner), ("RWEngine", RWLearner)],
+)
+def test_megatron_roles_hold_a_megatron_engine(name: str, role: type, tiny_model_dir: str) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install 'areal[megatron]'")
+    kinds = {"PPOActor": PPOActorConfig, "DPOEngine": DPOEngineConfig}
+    settings = {**NAMES, "backend": "megatron:d1", "path": tiny_model_dir, "is_critic": name == "RWEngine"}
+    config = kinds.get(name, TrainEngineConfig)(**settings)
+    made = getattr(roles, f"Megatron{name}")(config)
+    assert isinstance(made.role, role)
+    assert type(made.engine).__name__ == "MegatronEngine"
+    made.create_process_group()
+    made.initialize(None, None)
+    assert made.initialized
+    made.destroy()
+
+
 def test_fsdp_dpo_and_reward_engines_keep_pairs_together(tiny_model_dir: str) -> None:
     dpo = roles.FSDPDPOEngine(DPOEngineConfig(**NAMES, path=tiny_model_dir))
     reward = roles.FSDPRWEngine(TrainEngineConfig(**NAMES, path=tiny_model_dir, is_critic=True))
@@ -60,8 +78,10 @@ def test_fsdp_dpo_and_reward_engines_keep_pairs_together(tiny_model_dir: str) ->
     assert [held.engine.config.mb_spec.granularity for held in (dpo, reward)] == [2, 2]
 
 
-@pytest.mark.parametrize("prefix", ["FSDP", "Archon"])
+@pytest.mark.parametrize("prefix", ["FSDP", "Archon", "Megatron"])
 def test_ppo_critic_of_every_backend_offers_role_and_engine_methods(tiny_model_dir: str, prefix: str) -> None:
+    if prefix == "Megatron":
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install 'areal[megatron]'")
     backend = f"{prefix.lower()}:d1"
     names = {**NAMES, "backend": backend}
     config = PPOCriticConfig(**names, path=tiny_model_dir, is_critic=True, optimizer=OptimizerConfig(lr=1e-3))

@@ -20,6 +20,7 @@ TRAIN_ENGINES: Registry[Any] = Registry(
     {
         "fsdp": "areal.engine.fsdp_engine.FSDPEngine",
         "archon": "areal.experimental.engine.archon_engine.ArchonEngine",
+        "megatron": "areal.engine.megatron_engine.MegatronEngine",
     },
 )
 
@@ -30,7 +31,7 @@ _ROLES: dict[str, Callable[[Any, Any], Any]] = {
     "DPOEngine": DPOLearner,
     "RWEngine": lambda config, engine: RWLearner(engine),
 }
-_PREFIXES = {"FSDP": "fsdp", "Archon": "archon"}
+_PREFIXES = {"FSDP": "fsdp", "Archon": "archon", "Megatron": "megatron"}
 
 
 class HeldRole:

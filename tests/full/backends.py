@@ -22,8 +22,8 @@ _LIGHT = ("rollout.max_concurrent_rollouts=32", "rollout.setup_timeout=900")
 def settings_of(backend: str, shared: Path) -> list[str]:
     """Overrides of the quickstart for one cell: samplers as ``kind`` or ``kind-mode``, trainers as ``archon-d2``."""
     kind, _, mode = backend.partition("-")
-    if kind == "archon":
-        return ["rollout.backend=native:d1", f"actor.backend=archon:{mode}"]
+    if kind in ("archon", "megatron"):
+        return ["rollout.backend=native:d1", f"actor.backend={kind}:{mode}"]
     overrides = [f"rollout.backend={kind}:d1", f"actor.weight_update_mode={mode or 'auto'}"]
     if kind != "native":
         overrides += [*_LIGHT, f"{kind}.python={interpreter(kind, shared)}"]

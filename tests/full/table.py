@@ -8,7 +8,7 @@ from tests.full.presets import PAIR_PRESETS, PRESETS
 SEEDS = 20
 SCHEDULERS = ("local", "ray", "slurm")
 # Of samplers: kind, or kind and weight_update_mode. Of trainers: kind and layout.
-BACKENDS = ("native-disk", "native-xccl", "vllm", "vllm-xccl", "sglang", "archon-d2", "archon-p2")
+BACKENDS = ("native-disk", "native-xccl", "vllm", "vllm-xccl", "sglang", "archon-d2", "archon-p2", "megatron-p2")
 # Test files that are cells of their own, so that one of them can be run and timed alone.
 CHECKPOINT_TESTS = {
     "reshard": "tests/torchrun/test_fsdp_reshard.py",

@@ -13,13 +13,17 @@ from tests.torchrun.live_group import LiveGroup
 PROMPT = [5, 6, 7]
 
 
-@pytest.mark.parametrize("kind", ["disk", "xccl"])
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("fsdp:d2", "disk"), ("fsdp:d2", "xccl"), ("megatron:p2", "disk"), ("megatron:t2", "xccl")]
+)
 def test_update_weights_of_a_script_on_two_ranks_server_generates_with_them(
-    two_ranks: LiveGroup, model_dirs: dict[str, str], tmp_path: Path, kind: str
+    two_ranks: LiveGroup, model_dirs: dict[str, str], tmp_path: Path, backend: str, kind: str
 ) -> None:
+    if backend.startswith("megatron"):
+        pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install 'areal[megatron]'")
     path = model_dirs["untied"]
     way = {"kind": kind, "root": str(tmp_path)}
-    two_ranks.run(weight_cells.open_trainer, path=path, backend="fsdp:d2")
+    two_ranks.run(weight_cells.open_trainer, path=path, backend=backend)
     try:
         with external_servers(1, path, tmp_path, "none") as (server,):
             two_ranks.run(script_cells.connect, address=server.address, path=path, **way)

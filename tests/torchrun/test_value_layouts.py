@@ -1,7 +1,8 @@
-"""Value models in every layout of both engines against one process with transformers in float32."""
+"""Value models in every layout of every engine against one process with transformers in float32."""
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,20 @@ from tests.torchrun.live_group import LiveGroup
 
 EVERYTHING = list(range(len(LENGTHS)))
 SHARDS = {1: [EVERYTHING], 2: [EVERYTHING[:5], EVERYTHING[5:]], 4: [[0, 1], [2], [3, 4, 5, 6, 7], []]}
-TWO_RANKS = ["fsdp:d2", "fsdp:t2", "fsdp:c2", "archon:d2", "archon:t2", "archon:c2", "archon:p2"]
+
+
+def _megatron(*backends: str) -> list[Any]:
+    """Backends that need megatron-core."""
+    missing = importlib.util.find_spec("megatron") is None
+    skip = pytest.mark.skipif(missing, reason="megatron-core is not installed; pip install 'areal[megatron]'")
+    return [pytest.param(backend, marks=skip) for backend in backends]
+
+
+TWO_RANKS = [
+    *("fsdp:d2", "fsdp:t2", "fsdp:c2", "archon:d2", "archon:t2", "archon:c2", "archon:p2"),
+    *_megatron("megatron:d2", "megatron:t2", "megatron:c2", "megatron:p2"),
+]
+MEGATRON_PAIR = [pytest.param("megatron:d2", "megatron:p2", marks=_megatron("")[0].marks)]
 FOUR_RANKS = [
     "fsdp:d4",
     "fsdp:d2t2",
@@ -30,6 +44,7 @@ FOUR_RANKS = [
     "archon:c2t2",
     "archon:p2t2",
     "archon:p2c2",
+    *_megatron("megatron:d2t2", "megatron:p2t2", "megatron:p2c2"),
 ]
 
 
@@ -84,7 +99,7 @@ def _check(group: LiveGroup, path: str, backend: str, **settings: Any) -> None:
     _assert_equal(results, _reference(path), backend)
 
 
-@pytest.mark.parametrize("backend", ["fsdp:d1", "archon:d1"])
+@pytest.mark.parametrize("backend", ["fsdp:d1", "archon:d1", *_megatron("megatron:d1")])
 @pytest.mark.parametrize("name", ["qwen2_critic", "llama_critic"])
 def test_value_model_one_process_equals_transformers(critic_dirs: dict[str, str], backend: str, name: str) -> None:
     results = [cells.two_steps(critic_dirs[name], backend, SHARDS[1])]
@@ -134,7 +149,8 @@ def test_fresh_value_head_every_layout_and_engine_has_the_same(
     assert expected.shape == (1, 32)
     assert expected.std() > 0.1
     np.testing.assert_array_equal(cells.heads(critic_dirs[name], "archon:d1"), expected)
-    for backend in ("fsdp:d2", "fsdp:t2", "archon:p2", "archon:t2"):
+    megatron = ("megatron:p2", "megatron:t2") if importlib.util.find_spec("megatron") is not None else ()
+    for backend in ("fsdp:d2", "fsdp:t2", "archon:p2", "archon:t2", *megatron):
         for found in two_ranks.run(cells.heads, path=critic_dirs[name], backend=backend):
             if found is not None:
                 np.testing.assert_array_equal(found, expected, err_msg=backend)
@@ -162,7 +178,7 @@ def test_saved_critic_loads_in_transformers_and_the_other_engine(
         engine.destroy()
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("fsdp:d2", "fsdp:t2"), ("archon:t2", "archon:p2")])
+@pytest.mark.parametrize(("saved", "resumed"), [("fsdp:d2", "fsdp:t2"), ("archon:t2", "archon:p2"), *MEGATRON_PAIR])
 def test_value_model_recover_point_another_layout_goes_on_as_before(
     two_ranks: LiveGroup, critic_dirs: dict[str, str], tmp_path: Path, saved: str, resumed: str
 ) -> None:

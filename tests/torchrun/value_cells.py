@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from areal.api.io_struct import SaveLoadMeta
-from areal.engine.fsdp_engine import FSDPEngine
-from areal.experimental.engine.archon_engine import ArchonEngine
+from areal.trainer.roles import TRAIN_ENGINES
 from areal.utils.batch import pack
 from tests.engine_fakes import ADAM, engine_config, predicting_mask, weight_fn
 from tests.torchrun.layout_cells import LENGTHS, rows
@@ -63,9 +62,9 @@ def reference(classifier: Any) -> Outcome:
     return outcome
 
 
-def build(path: str, backend: str, **settings: Any) -> FSDPEngine | ArchonEngine:
+def build(path: str, backend: str, **settings: Any) -> Any:
     """An initialized value model in training mode."""
-    kind = FSDPEngine if backend.startswith("fsdp") else ArchonEngine
+    kind = TRAIN_ENGINES.get(backend.partition(":")[0])
     engine = kind(engine_config(path, backend=backend, is_critic=True, **settings))
     engine.create_process_group()
     engine.initialize(None, None)

@@ -17,8 +17,12 @@ class DistributedDataParallelConfig(ConfigSection):
     overlap_param_gather: bool = opt(False, "Forwarded to Megatron DDP under the same name.")
     align_param_gather: bool = opt(False, "Forwarded to Megatron DDP under the same name.")
     use_distributed_optimizer: bool = opt(True, "Forwarded to Megatron DDP under the same name.")
-    check_for_nan_in_grad: bool = opt(False, "Forwarded to Megatron DDP under the same name.")
-    bucket_size: int | None = opt(None, "Forwarded to Megatron DDP under the same name.", unit="elements", ge=1)
+    check_for_nan_in_grad: bool = opt(
+        False, "Read and without effect: every step looks at the gradient norm, and is skipped if it is not finite."
+    )
+    bucket_size: int | None = opt(
+        None, "Forwarded to Megatron DDP under the same name; acts with overlap_grad_reduce.", unit="elements", ge=1
+    )
     average_in_collective: bool = opt(False, "Forwarded to Megatron DDP under the same name.")
     fp8_param_gather: bool = opt(False, "Forwarded to Megatron DDP (fp8 parameter gather).")
 

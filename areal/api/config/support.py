@@ -67,7 +67,32 @@ FSDP = (Missing("fsdp.shard_vision_across_sp", "image models are not available; 
 ARCHON = (
     Missing("archon.fp8_config.mode", "fp8 matmuls are not available; set it to disabled", lambda v: v != "disabled"),
 )
-BACKEND_SETTINGS = {"fsdp": FSDP, "archon": ARCHON}
+MEGATRON = (
+    Missing("use_lora", "the Megatron engine trains all weights; set it to false or use fsdp or archon", _is_true),
+    Missing("enable_tree_training", "the Megatron engine shares no prefixes; set it to false", _is_true),
+    Missing("megatron.wrap_with_ddp", "megatron's buffers keep the gradients; set it to true", lambda v: v is False),
+    Missing("megatron.use_torch_fsdp2", "it is not available; use backend fsdp", _is_true),
+    Missing("megatron.use_custom_fsdp", "it is not available; use backend fsdp", _is_true),
+    Missing("megatron.ddp.fp8_param_gather", "weights are not kept in fp8; set it to false", _is_true),
+    Missing("megatron.ddp.overlap_param_gather", "it is not available; set it to false", _is_true),
+    Missing("megatron.ddp.align_param_gather", "it is not available; set it to false", _is_true),
+    Missing("megatron.overlap_param_gather_with_optimizer_step", "it is not available; set it to false", _is_true),
+    Missing("megatron.use_precision_aware_optimizer", "states are float32; set it to false", _is_true),
+    *(
+        Missing(f"megatron.{name}_dtype", "states are float32; leave it out", lambda v: v != "float32")
+        for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+    ),
+    Missing("megatron.moe_enable_deepep", "DeepEP is not available; set it to false", _is_true),
+    Missing("megatron.moe_token_dispatcher_type", "flex needs DeepEP; use alltoall", lambda v: v == "flex"),
+    Missing("megatron.moe_shared_expert_overlap", "no supported model has shared experts; set it to false", _is_true),
+    Missing(
+        "megatron.async_save", "recover points are written at once; saver.mode=async is for saved models", _is_true
+    ),
+    Missing("megatron.fp8_config.direct_convert", "weights leave in dtype; set it to true", lambda v: v is False),
+    Missing("megatron.bridge_type", "the engine has its own map of names; leave it out", lambda v: v != "mbridge"),
+    Missing("megatron.use_mbridge_save", "the engine writes weights itself; set it to false", _is_true),
+)
+BACKEND_SETTINGS = {"fsdp": FSDP, "archon": ARCHON, "megatron": MEGATRON}
 """Train backends that exist, and what each of them lacks."""
 LANGUAGE = (Missing("is_critic", "this role is a language model; set it to false", _is_true),)
 ROLLOUT = (
@@ -129,6 +154,11 @@ def unsupported(config: Any, *, spmd: bool = False) -> list[str]:
         if is_section(getattr(config, name, None)):
             problems.extend(_find(getattr(config, name), name, DATASET))
     return problems
+
+
+def missing_settings(config: Any, table: tuple[Missing, ...]) -> list[str]:
+    """One line for each setting of ``table`` that one engine's ``config`` asks for."""
+    return list(_find(config, "", table))
 
 
 def _train_engine(engine: Any, role: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Whole runs with the Archon backend in worker processes, compared with the FSDP engine in one process."""
+"""Whole runs with Archon and Megatron in worker processes, compared with the FSDP engine in one process."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,16 @@ def _assert_close_weights(one: Any, other: Any) -> None:
 
 
 def _in_ci(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.ci)
+    return pytest.param(*values, marks=[pytest.mark.ci, *_needs(values[0])])
+
+
+def _megatron(*values: Any) -> Any:
+    return pytest.param(*values, marks=_needs(values[0]))
+
+
+def _needs(backend: str) -> list[pytest.MarkDecorator]:
+    missing = backend.startswith("megatron") and importlib.util.find_spec("megatron") is None
+    return [pytest.mark.skipif(missing, reason="megatron-core is not installed; pip install 'areal[megatron]'")]
 
 
 @pytest.mark.slow
@@ -73,6 +83,10 @@ def _in_ci(*values: Any) -> Any:
         _in_ci("archon:d2", "shm", "1F1B"),
         ("archon:d2", "xccl", "1F1B"),
         ("archon:d2", "disk", "1F1B"),
+        _in_ci("megatron:p2", "xccl", "1F1B"),
+        _megatron("megatron:p2", "shm", "1F1B"),
+        _megatron("megatron:t2", "disk", "1F1B"),
+        _megatron("megatron:d2", "shm", "1F1B"),
     ],
 )
 def test_three_grpo_steps_equal_the_fsdp_engine(  # noqa: PLR0913 - one argument per column, and the fixtures
@@ -101,7 +115,7 @@ def test_three_grpo_steps_equal_the_fsdp_engine(  # noqa: PLR0913 - one argument
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [_in_ci("archon:p2"), "archon:d2"])
+@pytest.mark.parametrize("backend", [_in_ci("archon:p2"), "archon:d2", _megatron("megatron:p2")])
 def test_supervised_run_equals_the_fsdp_engine(backend: str, policy: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     common = ("saver.freq_steps=4", *EVALUATION)
@@ -120,11 +134,14 @@ def test_supervised_run_equals_the_fsdp_engine(backend: str, policy: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_reference_and_recomputed_log_probs_of_a_pipeline_equal_the_fsdp_engine(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["archon:p2", _megatron("megatron:p2")])
+def test_reference_and_recomputed_log_probs_of_a_pipeline_equal_the_fsdp_engine(
+    backend: str, policy: str, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     common = ("total_train_steps=2", "actor.kl_ctl=0.1", f"ref.path={policy}", "actor.recompute_logprob=true")
     expected = rl_config(tmp_path / "inline", policy, "native.num_threads=1", *common)
-    config = worker_config(tmp_path / "local", policy, "actor.backend='archon:p2'", *common)
+    config = worker_config(tmp_path / "local", policy, f"actor.backend='{backend}'", *common)
 
     one, other = record_tables(expected), record_tables(config)
 

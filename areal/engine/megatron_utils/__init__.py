@@ -1,0 +1,1 @@
+"""What the Megatron engine is made of; see ``areal/engine/megatron_engine.py``."""
