@@ -14,7 +14,13 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind"), [("fsdp:d2", "disk"), ("fsdp:d2", "xccl"), ("megatron:p2", "disk"), ("megatron:t2", "xccl")]
+    ("backend", "kind"),
+    [
+        ("fsdp:d2", "disk"),
+        ("fsdp:d2", "xccl"),
+        pytest.param("megatron:p2", "disk", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("megatron:t2", "xccl", marks=[pytest.mark.slow, pytest.mark.ci]),
+    ],
 )
 def test_update_weights_of_a_script_on_two_ranks_server_generates_with_them(
     two_ranks: LiveGroup, model_dirs: dict[str, str], tmp_path: Path, backend: str, kind: str
