@@ -111,6 +111,13 @@ def test_token_output_values_and_gradients_match_full_logits(
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("vocabulary", "rows"), [(64, 1024), (49152, 170), (151936, 128)])
+def test_head_chunk_on_a_cpu_is_bounded_in_elements_but_for_a_least_number_of_rows(vocabulary: int, rows: int) -> None:
+    weight = torch.empty(vocabulary, 1)
+    buffer = lm_head._ChunkBuffer(torch.empty(rows * 3, 1), weight, keep=False)
+    assert buffer.chunks() == [(0, rows), (rows, 2 * rows), (2 * rows, 3 * rows)]
+
+
 def test_token_output_selected_rows_leave_zeros_and_no_gradient_elsewhere() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)

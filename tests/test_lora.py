@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from areal.api.alloc_mode import ModelAllocation
 from areal.api.engine_api import TrainEngine
 from areal.api.io_struct import SaveLoadMeta
-from areal.engine.core.lora import is_adapter, plain_name
+from areal.engine.core.lora import adapted_layers, is_adapter, plain_name
 from areal.engine.core.lora_layout import ADAPTER_PREFIX, SCALING, adapter_pairs
 from areal.engine.fsdp_engine import FSDPEngine
 from areal.engine.fsdp_utils.lora import add_lora
@@ -405,6 +406,22 @@ def test_lora_recomputed_activations_change_nothing(model_dirs: dict[str, str], 
     assert plain.keys() == recomputed.keys()
     for name, tensor in plain.items():
         torch.testing.assert_close(recomputed[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5)], ids=["rows", "one", "three"])
+def test_lora_layer_adds_in_place_what_peft_adds(model_dirs: dict[str, str], shape: tuple[int, ...]) -> None:
+    engine = build_engine(model_dirs["tied"], **LORA)
+    _, layer = next(adapted_layers(engine.module))
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    trained = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    results = []
+    for variants in (layer.lora_variant, {}):  # without a variant peft computes
+        layer.lora_variant = variants
+        x = torch.linspace(-1, 1, math.prod(shape) * 32).view(*shape, 32).requires_grad_()
+        output = layer(x)
+        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *trained])))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-4)
 
 
 def test_plain_name_of_base_layers_only() -> None:

@@ -7,6 +7,7 @@ publish. Called by the roles of ``areal/trainer`` and by user scripts. What ever
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from areal.engine.core.lr_schedule import LrSchedule
 from areal.engine.core.model import build_causal_lm
 from areal.engine.core.optimizer import ClippedOptimizer, model_dtype
 from areal.engine.core.parallel_dims import ParallelGroups
+from areal.engine.core.rebuild import rebuilding
 from areal.engine.core.runner import SequentialRunner
 from areal.engine.core.shared_prefix import check_tree_training
 from areal.engine.fsdp_utils.checkpoint import HfLayout
@@ -115,11 +117,13 @@ class FSDPEngine(EngineBase):
         lora = add_lora(lm.module, self.config, self._strategy) if self.config.use_lora else None
         check_model(lm.module, self._strategy)
         self.module, lm.groups = lm.module, self.groups
-        runner = SequentialRunner(lm)
+        # The compiler chooses itself what compiled layers keep.
+        rebuilds = lora is not None and not self.config.fsdp.enable_compile
+        runner = SequentialRunner(lm, keeping=rebuilding if rebuilds else nullcontext)
         if self._mesh is not None:
             reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
             reshard = shard_model(lm.module, self._mesh, self.config.fsdp, param_dtype=dtype, reduce_dtype=reduce_dtype)
-            runner = SequentialRunner(lm, release=reshard)
+            runner.release = reshard
         if weights is not None:
             first = self.config.fsdp.memory_efficient_load
             where = torch.device("cpu") if self.config.fsdp.offload_params else self._device

@@ -23,7 +23,7 @@ from torch import Tensor
 from areal.engine.core.distributed import gather_rows, group_rank
 
 CHUNK_ROWS = 1024
-CHUNK_ELEMENTS_CPU = 1 << 25  # 128 MiB of float32 logits
+CHUNK_ELEMENTS_CPU, MIN_ROWS_CPU = 1 << 23, 128  # 32 MiB of float32 logits; fewer rows read the weight too often
 KEEP_ELEMENTS = 1 << 22  # logits this small are kept for backward instead of being computed twice
 
 
@@ -194,7 +194,7 @@ class _ChunkBuffer:
         self.hidden, self.weight_t, self.keep = hidden, weight.t(), keep
         rows = CHUNK_ROWS
         if hidden.device.type == "cpu":
-            rows = max(64, min(CHUNK_ROWS, CHUNK_ELEMENTS_CPU // weight.shape[0]))
+            rows = min(CHUNK_ROWS, max(MIN_ROWS_CPU, CHUNK_ELEMENTS_CPU // weight.shape[0]))
         n_chunks = 1 if keep else -(-hidden.shape[0] // rows)
         self.rows = -(-hidden.shape[0] // max(1, n_chunks))
         self._logits: Tensor | None = None

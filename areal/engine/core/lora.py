@@ -122,6 +122,8 @@ def add_adapters(
         target_modules=list(chosen.values()),
     )
     peft.inject_adapter_in_model(injected, module, ADAPTER, low_cpu_mem_usage=device.type == "meta")
+    for _, layer in adapted_layers(module):
+        layer.lora_variant[ADAPTER] = _InPlace
     for name, parameter in module.named_parameters():
         trained = is_adapter(name) or (name == VALUE_HEAD and config.is_critic)
         if trained:  # peft makes them like the base layer, whose dtype may be lower
@@ -212,6 +214,19 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     up, down = (part.to(weight.device, wide) for part in (up, down))
     merged = torch.addmm(weight.to(wide), up, down, alpha=layer.scaling[ADAPTER])
     return merged.to(weight.dtype)
+
+
+class _InPlace:
+    """How peft's layers compute: what an adapter adds goes into the frozen layer's output, without a copy of it."""
+
+    @staticmethod
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """``result + x A' B' alpha / r``, in the memory of ``result``; ``[..., in]`` to ``[..., out]``."""
+        down, up = module.lora_A[active_adapter](x), module.lora_B[active_adapter].weight.t()
+        scaling = module.scaling[active_adapter]
+        if result.dim() == 2:
+            return result.addmm_(down, up, alpha=scaling)
+        return result.baddbmm_(down, up.expand(len(down), *up.shape), alpha=scaling)
 
 
 def _chosen(

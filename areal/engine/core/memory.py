@@ -7,6 +7,7 @@ after the phase; reading it takes microseconds. Called by the engine facades.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 from areal.utils import stats_tracker
 from areal.utils.stats_reduction import ReduceType
 
-__all__ = ["MEMORY_SCOPE", "memory_of"]
+__all__ = ["MEMORY_SCOPE", "memory_of", "return_memory"]
 
 MEMORY_SCOPE = "memory/"
 
@@ -44,3 +45,13 @@ def memory_of(phase: str, device: torch.device) -> Iterator[None]:
         figures = {"peak_gb": peak, "allocated_gb": allocated}
         values = {name: torch.tensor([n_bytes / _GIB], dtype=torch.float32) for name, n_bytes in figures.items()}
         stats_tracker.stat("calls", ReduceType.MAX, **values)
+
+
+def return_memory(device: torch.device) -> None:
+    """Freed memory goes back to the device or the system instead of staying with the allocator."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+        if trim is not None:
+            trim(0)

@@ -11,7 +11,6 @@ says where). Called by the engine facades.
 from __future__ import annotations
 
 import ctypes
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from areal.api.remote import remote
 from areal.engine.core.distributed import barrier
-from areal.engine.core.memory import memory_of
+from areal.engine.core.memory import memory_of, return_memory
 from areal.utils import logging
 from areal.utils.errors import EngineError
 
@@ -90,7 +89,7 @@ class Offloader:
         self._parked = park(kept)
         for storage in self._storages:
             storage.resize_(0)
-        _return_memory(self._device)
+        return_memory(self._device)
         logger.debug(f"offloaded {sum(self._sizes) / 2**20:.0f} MiB in {len(self._sizes)} tensors")
 
     def onload(self) -> None:
@@ -254,13 +253,3 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     # Not through NumPy: a storage that it has seen can never be freed again.
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
-
-
-def _return_memory(device: torch.device) -> None:
-    """Freed memory goes back to the device or the system instead of staying with the allocator."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-        if trim is not None:
-            trim(0)

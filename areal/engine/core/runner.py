@@ -7,8 +7,9 @@ Called by ``engine/core/loop.py``; pipelined runners stand beside their backend 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,16 +81,25 @@ class ForwardBackwardRunner(Protocol):
 class SequentialRunner:
     """Forward then backward, micro-batch by micro-batch."""
 
-    def __init__(self, model: CausalLm, release: Callable[[], None] | None = None) -> None:
-        """Args: ``release`` frees what only a backward pass would free (gathered weights); called after every run."""
-        self.model, self.release = model, release
+    def __init__(
+        self,
+        model: CausalLm,
+        release: Callable[[], None] | None = None,
+        keeping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Args:
+        release: frees what only a backward pass would free (gathered weights); called after every run.
+        keeping: context of the model's forward pass, which decides what is kept for backward.
+        """
+        self.model, self.release, self.keeping = model, release, keeping
 
     def run(self, inputs: Iterable[ModelInput], process: ProcessOutput, *, forward_only: bool) -> None:
         """See :class:`ForwardBackwardRunner`."""
         try:
             for model_input in inputs:
                 with torch.set_grad_enabled(not forward_only):
-                    hidden, source = self.model.hidden_states(model_input)
+                    with self.keeping():
+                        hidden, source = self.model.hidden_states(model_input)
                     head, groups = self.model.head_weight, self.model.groups
                     output = LmOutput(hidden, head, source, groups, model_input.batch.n_tokens)
                     loss = process(output, model_input)
