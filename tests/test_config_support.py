@@ -212,6 +212,7 @@ def test_check_supported_adapters_that_sglang_cannot_load_are_named(targets: lis
         ["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"],
         ["layers.1.self_attn.q_proj", "self_attn.v_proj", "q_proj"],
         ["q_proj", "self_attn.v_proj"],
+        ["layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"],
     ],
 )
 def test_check_supported_adapters_that_sglang_can_load_pass(targets: list[str]) -> None:

@@ -409,7 +409,7 @@ def test_lora_recomputed_activations_change_nothing(model_dirs: dict[str, str], 
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5)], ids=["rows", "one", "three"])
-def test_lora_layer_adds_in_place_what_peft_adds(model_dirs: dict[str, str], shape: tuple[int, ...]) -> None:
+def test_lora_layer_adds_in_one_product_what_peft_adds(model_dirs: dict[str, str], shape: tuple[int, ...]) -> None:
     engine = build_engine(model_dirs["tied"], **LORA)
     _, layer = next(adapted_layers(engine.module))
     torch.nn.init.normal_(layer.lora_B["default"].weight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -57,6 +59,28 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(rebuilding, "_pack", spy)
     return seen
+
+
+def test_rebuilding_graph_without_a_backward_pass_is_freed() -> None:
+    x = torch.randn(ROWS, WIDTH).requires_grad_()
+    with rebuilding():
+        kept = torch.exp(x * 2.0)  # whose node keeps its own result
+        result = kept * F.silu(x)
+    alive = weakref.ref(kept)
+    del kept, result
+    gc.collect()
+    assert alive() is None
+
+
+def test_rebuilding_product_in_place_of_a_lower_dtype_has_the_same_gradients() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return F.linear(F.silu(x.bfloat16()).mul_(y), y.bfloat16())
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(4, 4).requires_grad_() for _ in range(2)]
+    plain, rebuilt = (gradients_of(function, tensors, context) for context in (nullcontext(), rebuilding()))
+    for ours, reference in zip(rebuilt, plain, strict=True):
+        assert torch.equal(ours, reference)
 
 
 @pytest.mark.parametrize("norm_trained", [False, True])

@@ -117,8 +117,10 @@ class FSDPEngine(EngineBase):
         lora = add_lora(lm.module, self.config, self._strategy) if self.config.use_lora else None
         check_model(lm.module, self._strategy)
         self.module, lm.groups = lm.module, self.groups
-        # The compiler chooses itself what compiled layers keep.
-        rebuilds = lora is not None and not self.config.fsdp.enable_compile
+        # The compiler chooses itself what compiled layers keep; of other sharding units than layers, weights that a
+        # product needs again may be gone when its result is asked for.
+        fsdp = self.config.fsdp
+        rebuilds = lora is not None and not fsdp.enable_compile and fsdp.wrap_policy is None
         runner = SequentialRunner(lm, keeping=rebuilding if rebuilds else nullcontext)
         if self._mesh is not None:
             reduce_dtype = getattr(torch, self.config.grad_reduce_dtype)
@@ -134,7 +136,6 @@ class FSDPEngine(EngineBase):
         if self.config.optimizer is not None:
             self._shards = build_shards(lm.module, dtype, sharded=self._mesh is not None)
             schedule = LrSchedule(self.config.optimizer, ft_spec)
-            fsdp = self.config.fsdp
             layers_ahead = fsdp.optim_step_prefetch_layers if fsdp.per_layer_optim_step else None
             optimizer = ClippedOptimizer(
                 self.config.optimizer, self._shards, schedule, self.groups.grad_norm, layers_ahead

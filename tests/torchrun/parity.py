@@ -102,6 +102,7 @@ def whole_tensors(ranks: list[dict[str, list[Part]]]) -> dict[str, Tensor]:
     for parts in ranks:
         for name, (place, shape, values) in ((name, part) for name, pieces in parts.items() for part in pieces):
             whole = found.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
+            assert not np.isnan(values).any(), f"{name}: a rank holds NaN in {place}"
             held = ~np.isnan(whole[place])
             assert np.array_equal(whole[place][held], values[held]), f"{name}: ranks hold different values of {place}"
             whole[place] = values

@@ -257,7 +257,8 @@ def _is_named(module: str, targets: list[str]) -> bool:
     """Whether ``targets`` have every layer that ``module`` stands for."""
     for target in targets:
         wider, narrower = f".{module}".endswith(f".{target}"), f".{target}".endswith(f".{module}")
-        if wider or (narrower and not re.search(r"(^|\.)\d+\.", target)):  # a number stands for one layer alone
+        more = target.removesuffix(module)
+        if wider or (narrower and not re.search(r"(^|\.)\d+\.", more)):  # a number stands for one layer alone
             return True
     return False
 

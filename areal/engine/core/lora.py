@@ -96,6 +96,8 @@ def add_adapters(
     dtype: torch.dtype,
     heads: Collection[str] = (),
     outside: Callable[[str], str] = str,
+    *,
+    in_place: bool = False,
 ) -> LoraSpec:
     """Give ``module`` adapters of ``dtype`` in place, freeze the rest of it but a value head.
 
@@ -107,6 +109,8 @@ def add_adapters(
         dtype: of what is trained.
         heads: names of output layers, which get no adapter: log-probs are made from their weight.
         outside: name that a module has in checkpoints, by which ``target_modules`` knows it; default: its own.
+        in_place: layers may add to the frozen output in its own memory. Not where single products are kept for a second
+            computation (selective checkpointing): they would be changed.
 
     Raises:
         ConfigError: a target names no linear layer, or peft is not installed.
@@ -123,7 +127,7 @@ def add_adapters(
     )
     peft.inject_adapter_in_model(injected, module, ADAPTER, low_cpu_mem_usage=device.type == "meta")
     for _, layer in adapted_layers(module):
-        layer.lora_variant[ADAPTER] = _InPlace
+        layer.lora_variant[ADAPTER] = _OneProduct(in_place)
     for name, parameter in module.named_parameters():
         trained = is_adapter(name) or (name == VALUE_HEAD and config.is_critic)
         if trained:  # peft makes them like the base layer, whose dtype may be lower
@@ -216,17 +220,24 @@ def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     return merged.to(weight.dtype)
 
 
-class _InPlace:
-    """How peft's layers compute: what an adapter adds goes into the frozen layer's output, without a copy of it."""
+class _OneProduct:
+    """How peft's layers compute: an adapter's part is scaled and added within its product, and never exists alone.
 
-    @staticmethod
-    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """``result + x A' B' alpha / r``, in the memory of ``result``; ``[..., in]`` to ``[..., out]``."""
+    Args:
+        in_place: the sum takes the memory of the frozen layer's output, which nobody else may have kept.
+    """
+
+    def __init__(self, in_place: bool) -> None:
+        self.in_place = in_place
+
+    def forward(self, module: Any, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """``result + x A' B' alpha / r``; ``[..., in]`` to ``[..., out]``."""
         down, up = module.lora_A[active_adapter](x), module.lora_B[active_adapter].weight.t()
         scaling = module.scaling[active_adapter]
-        if result.dim() == 2:
-            return result.addmm_(down, up, alpha=scaling)
-        return result.baddbmm_(down, up.expand(len(down), *up.shape), alpha=scaling)
+        if self.in_place and result.dim() == 3:  # a view with fewer dimensions would make autograd copy
+            return result.baddbmm_(down, up.expand(len(down), *up.shape), alpha=scaling)
+        rows, parts = result.reshape(-1, result.shape[-1]), down.reshape(-1, down.shape[-1])
+        return torch.addmm(rows, parts, up, alpha=scaling).view(result.shape)
 
 
 def _chosen(

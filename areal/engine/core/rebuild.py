@@ -1,4 +1,5 @@
-"""Elementwise results that backward computes again instead of keeping them: ``silu(gate)``, products, scaled norms.
+"""Elementwise results that backward computes again instead of keeping them: ``silu(gate)``, products, scaled norms (of
+float32 models: a cast behind them ends the chain).
 
 In: a forward pass under :class:`rebuilding`. Out: the same results and gradients, bit for bit; the graph keeps the
 operands, which it needs anyway. Used by engines that train adapters, whose step has little else in memory than weights
@@ -23,31 +24,35 @@ tensors fit no other tensor of their size, as ``posix_memalign`` asks for more t
 
 
 class rebuilding(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 - a context, as its base
-    """Context of a forward pass whose backward runs once, without gradients of gradients."""
+    """Context of a forward pass whose backward runs once, without gradients of gradients.
+
+    Autograd does not see here whether a kept tensor is changed in place before backward; models do not.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
         self._freed = 0
 
-    def _pack(self, saved: Tensor) -> Tensor | tuple[Any, torch.Size]:
-        """The node that made a tensor and the tensor's shape, or the tensor where it has to be kept."""
+    def _pack(self, saved: Tensor) -> Tensor | tuple[Any, torch.Size, torch.dtype]:
+        """The node that made a tensor and the tensor's form, or the tensor where it has to be kept."""
         base = saved if saved._base is None else saved._base
         whole = saved.numel() == base.numel() and saved.is_contiguous() and base.is_contiguous()
-        if not whole or not _can_rebuild(base.grad_fn):
-            return saved
+        if not (whole and saved.requires_grad and _can_rebuild(base.grad_fn)):
+            # A node that kept its own output with its graph would never be freed without a backward pass.
+            return saved if saved.grad_fn is None else saved.detach()
         self._freed += saved.nbytes if saved.device.type == "cpu" else 0
         if self._freed >= RETURN_BYTES:
             self._freed = 0
             return_memory(saved.device)
-        return base.grad_fn, saved.shape
+        return base.grad_fn, saved.shape, saved.dtype
 
 
-def _unpack(packed: Tensor | tuple[Any, torch.Size]) -> Tensor:
+def _unpack(packed: Tensor | tuple[Any, torch.Size, torch.dtype]) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    node, shape = packed
+    node, shape, dtype = packed
     with torch.no_grad():
-        return _rebuild(node).view(shape)
+        return _rebuild(node).to(dtype).view(shape)
 
 
 def _can_rebuild(node: Any) -> bool:

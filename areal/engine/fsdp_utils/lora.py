@@ -38,7 +38,7 @@ def add_lora(model: PreTrainedModel, config: TrainEngineConfig, strategy: Parall
             raise UnsupportedFeatureError(
                 f"use_lora=true with {letter}{size}: adapters are not cut by t or e; use d and c, which work"
             )
-    return add_adapters(model, config, parameter_dtype(config), _heads(model))
+    return add_adapters(model, config, parameter_dtype(config), _heads(model), in_place=True)
 
 
 def lora_layouts(model: PreTrainedModel, spec: LoraSpec) -> tuple[AdapterLayout, MergedLayout]:
