@@ -127,7 +127,9 @@ def test_two_ranks_every_family_equals_one_process(
     _check(two_ranks, model_dirs[name], layout, DIAGONAL, UNEVEN)
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "c2"])
+@pytest.mark.parametrize(
+    "layout", ["d2", *(pytest.param(x, marks=[pytest.mark.slow, pytest.mark.ci]) for x in ("t2", "c2"))]
+)
 def test_two_ranks_every_loss_and_micro_batch_count_equals_one_process(
     two_ranks: LiveGroup, model_dirs: dict[str, str], layout: str
 ) -> None:

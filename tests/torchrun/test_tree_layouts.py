@@ -20,7 +20,7 @@ def _reference(path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("backend", ["fsdp:d2", "fsdp:t2", "archon:d2", "archon:t2"])
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("model", ["tied", pytest.param("untied", marks=[pytest.mark.slow, pytest.mark.ci])])
 def test_two_ranks_with_trees_equal_one_process_without(
     two_ranks: LiveGroup, model_dirs: dict[str, str], backend: str, model: str
 ) -> None:
