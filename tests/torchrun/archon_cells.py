@@ -6,7 +6,7 @@ puts them together itself: no code of the engine gathers what is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from areal.experimental.engine.archon_engine import ArchonEngine
 from areal.experimental.models.archon.state_dict import plain_name
 from areal.utils.errors import ArealError
 from tests.engine_fakes import engine_config, weight_fn
-from tests.torchrun.layout_cells import LENGTHS, LOSSES, rows
-from tests.torchrun.parity import Arrays, Part, RankOutcome
+from tests.torchrun.layout_cells import LOSSES, rows
+from tests.torchrun.parity import Arrays, Part, RankOutcome, watched_steps
 
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
 COSINE = {"lr": 1e-2, "eps": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps_proportion": 0.2, "min_lr_ratio": 0.1}
@@ -74,30 +74,7 @@ def compare(
 
 
 def _two_steps(engine: ArchonEngine, loss_name: str, own: list[dict[str, Tensor]]) -> RankOutcome:
-    outcome = RankOutcome(logprobs=[x.numpy() for x in engine.forward_batch(own)])
-    loss_fn, optimizer = LOSSES[loss_name], engine.loop.optimizer
-    entropies = torch.full((sum(n + 2 for n in LENGTHS),), float("nan"))
-
-    def watched(logprobs: Tensor, entropy: Tensor, packed: dict[str, Any]) -> Tensor:
-        entropies[packed["token_id"]] = entropy.detach().float()
-        return loss_fn(logprobs, entropy, packed)
-
-    def step(inspect: Callable[[float], None] | None = None) -> dict[str, float]:
-        def look(norm: float) -> None:  # once the gradients are put together, before they are clipped
-            outcome.gradients.append(gradient_parts(engine))
-            if inspect is not None:
-                inspect(norm)
-
-        return type(optimizer).step(optimizer, look)
-
-    optimizer.step = step
-    for index in range(2):
-        outcome.losses.append(engine.eval_batch(own, watched, weight_fn).item())
-        if index == 0:
-            outcome.entropy = entropies.clone().numpy()
-        outcome.results.append(engine.train_batch(own, loss_fn, weight_fn))
-        outcome.norms.append(outcome.results[-1]["grad_norm"])
-    del optimizer.step
+    outcome = watched_steps(engine, loss_name, own, 2, gradient_parts)
     outcome.parameters = {name: [_part(p, local_part(p))] for name, p in _parameters(engine)}
     outcome.weights = full_weights(engine)
     return outcome

@@ -7,7 +7,7 @@ puts them together itself: no code of the engine gathers what is compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.engine_fakes import batch, engine_config, weight_fn
 from tests.memory_probe import PeakRssAnon
 from tests.torchrun.feature_cells import poisoned_loss
 from tests.torchrun.layout_cells import LENGTHS, LOSSES, rows
-from tests.torchrun.parity import Arrays, Part, RankOutcome
+from tests.torchrun.parity import Arrays, Part, RankOutcome, watched_steps
 
 STEPS = 3  # of a comparison
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
@@ -84,30 +84,7 @@ def compare(
 
 
 def _steps(engine: MegatronEngine, loss_name: str, own: list[dict[str, Tensor]]) -> RankOutcome:
-    outcome = RankOutcome(logprobs=[x.numpy() for x in engine.forward_batch(own)])
-    loss_fn, optimizer = LOSSES[loss_name], engine.loop.optimizer
-    entropies = torch.full((sum(n + 2 for n in LENGTHS),), float("nan"))
-
-    def watched(logprobs: Tensor, entropy: Tensor, packed: dict[str, Any]) -> Tensor:
-        entropies[packed["token_id"]] = entropy.detach().float()
-        return loss_fn(logprobs, entropy, packed)
-
-    def step(inspect: Callable[[float], None] | None = None) -> dict[str, float]:
-        def look(norm: float) -> None:  # once the gradients are put together, before they are clipped
-            outcome.gradients.append(gradient_parts(engine))
-            if inspect is not None:
-                inspect(norm)
-
-        return type(optimizer).step(optimizer, look)
-
-    optimizer.step = step
-    for index in range(STEPS):
-        outcome.losses.append(engine.eval_batch(own, watched, weight_fn).item())
-        if index == 0:
-            outcome.entropy = entropies.clone().numpy()
-        outcome.results.append(engine.train_batch(own, loss_fn, weight_fn))
-        outcome.norms.append(outcome.results[-1]["grad_norm"])
-    del optimizer.step
+    outcome = watched_steps(engine, loss_name, own, STEPS, gradient_parts)
     outcome.parameters = {part.name: [_part(part.index, part.shape, part.view)] for part in engine.layout.parts}
     outcome.weights = full_weights(engine)
     return outcome

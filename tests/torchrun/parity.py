@@ -6,7 +6,7 @@ same bits, because nothing would bring copies together again that drifted apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from areal.engine.core.tensor_parts import Index
-from tests.torchrun.layout_cells import LENGTHS, Outcome, reference, rows
+from tests.engine_fakes import weight_fn
+from tests.torchrun.layout_cells import LENGTHS, LOSSES, Outcome, reference, rows
 from tests.torchrun.live_group import LiveGroup
 
 Part = tuple[Index, tuple[int, ...], np.ndarray]  # place in the whole, shape of the whole, values
@@ -55,6 +56,41 @@ class RankOutcome:
     gradients: list[dict[str, list[Part]]] = field(default_factory=list)
     parameters: dict[str, list[Part]] = field(default_factory=dict)
     weights: Arrays = field(default_factory=dict)
+
+
+def watched_steps(
+    engine: Any,
+    loss_name: str,
+    own: list[dict[str, Tensor]],
+    steps: int,
+    gradient_parts: Callable[[Any], dict[str, list[Part]]],
+) -> RankOutcome:
+    """Take optimizer steps on the rows ``own``; everything that is seen on the way, without the weights at the end."""
+    outcome = RankOutcome(logprobs=[x.numpy() for x in engine.forward_batch(own)])
+    loss_fn, optimizer = LOSSES[loss_name], engine.loop.optimizer
+    entropies = torch.full((sum(n + 2 for n in LENGTHS),), float("nan"))
+
+    def watched(logprobs: Tensor, entropy: Tensor, packed: dict[str, Any]) -> Tensor:
+        entropies[packed["token_id"]] = entropy.detach().float()
+        return loss_fn(logprobs, entropy, packed)
+
+    def step(inspect: Callable[[float], None] | None = None) -> dict[str, float]:
+        def look(norm: float) -> None:  # once the gradients are put together, before they are clipped
+            outcome.gradients.append(gradient_parts(engine))
+            if inspect is not None:
+                inspect(norm)
+
+        return type(optimizer).step(optimizer, look)
+
+    optimizer.step = step
+    for index in range(steps):
+        outcome.losses.append(engine.eval_batch(own, watched, weight_fn).item())
+        if index == 0:
+            outcome.entropy = entropies.clone().numpy()
+        outcome.results.append(engine.train_batch(own, loss_fn, weight_fn))
+        outcome.norms.append(outcome.results[-1]["grad_norm"])
+    del optimizer.step
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -94,6 +130,15 @@ class Layout:
         stages = self.model if self.backend == "p2" else 2 if "p2" in self.backend else 1
         inner = self.model // stages
         return (rank % (self.d * inner)) // inner
+
+
+def slow_pairs(layouts: Iterable[Layout], names: Iterable[str], in_ci: Container[tuple[str, str]]) -> list[Any]:
+    """Slow tests of every pair; few of them run in CI."""
+    return [
+        pytest.param(layout, name, marks=[pytest.mark.slow, *([pytest.mark.ci] * ((str(layout), name) in in_ci))])
+        for layout in layouts
+        for name in names
+    ]
 
 
 def whole_tensors(ranks: list[dict[str, list[Part]]]) -> dict[str, Tensor]:

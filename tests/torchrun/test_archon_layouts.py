@@ -5,7 +5,6 @@ What is compared, and how, is in ``parity.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from areal.experimental.models.archon.state_dict import EMBEDDING, HEAD, StateDi
 from tests.archon_fakes import hf_model
 from tests.torchrun import archon_cells as cells
 from tests.torchrun.live_group import LiveGroup
-from tests.torchrun.parity import ONE_EMPTY, UNEVEN, Layout, OneProcess, Suite
+from tests.torchrun.parity import ONE_EMPTY, UNEVEN, Layout, OneProcess, Suite, slow_pairs
 
 # Three layers: pipeline stages of different lengths, one of them without a layer where there are four.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,15 +67,6 @@ FOUR_RANKS_EXPERTS = [
 ]
 
 IN_CI = [("d2t2", "qwen2"), ("c2t2", "qwen3"), ("p2t2-1F1B", "qwen2"), ("(attn:d2t2|ffn:e2t2)", "qwen3_moe")]
-
-
-def _on_four_ranks(layouts: list[Layout], names: Iterable[str]) -> list[Any]:
-    """Slow tests of every pair; few of them run in CI."""
-    return [
-        pytest.param(layout, name, marks=[pytest.mark.slow, *([pytest.mark.ci] * ((str(layout), name) in IN_CI))])
-        for layout in layouts
-        for name in names
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +167,7 @@ def test_two_ranks_other_pipeline_splits_equal_one_process(
     SUITE.check(two_ranks, model_dirs["qwen3_moe_mixed"], layout, [("ppo", 3)], UNEVEN, archon=archon)
 
 
-@pytest.mark.parametrize(("layout", "name"), _on_four_ranks(FOUR_RANKS, MODELS), ids=str)
+@pytest.mark.parametrize(("layout", "name"), slow_pairs(FOUR_RANKS, MODELS, IN_CI), ids=str)
 def test_four_ranks_every_model_equals_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
@@ -185,7 +175,7 @@ def test_four_ranks_every_model_equals_one_process(
     SUITE.check(four_ranks, model_dirs[name], layout, cases, UNEVEN, out=tmp_path / "export")
 
 
-@pytest.mark.parametrize(("layout", "name"), _on_four_ranks(FOUR_RANKS_EXPERTS, EXPERTS), ids=str)
+@pytest.mark.parametrize(("layout", "name"), slow_pairs(FOUR_RANKS_EXPERTS, EXPERTS, IN_CI), ids=str)
 def test_four_ranks_spread_experts_equal_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ The matrix is Archon's; see ``parity.py`` for what is compared. Without megatron
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from areal.engine.megatron_utils.names import EMBEDDING, HEAD, NameMap
 from areal.engine.megatron_utils.shape import ModelShape
 from tests.archon_fakes import hf_model
 from tests.torchrun.live_group import LiveGroup
-from tests.torchrun.parity import ONE_EMPTY, UNEVEN, Layout, OneProcess, Suite
+from tests.torchrun.parity import ONE_EMPTY, UNEVEN, Layout, OneProcess, Suite, slow_pairs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install 'areal[megatron]'")
 from tests.torchrun import megatron_cells as cells  # noqa: E402 - needs megatron-core
@@ -66,15 +65,6 @@ IN_CI = [("d2t2", "qwen2"), ("d2p2", "qwen3"), ("p2t2", "llama_tied"), ("d2p2e2"
 def _in_ci(*values: Any) -> Any:
     """A row of a table that is left out where time is short."""
     return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.ci])
-
-
-def _slow(layouts: Iterable[Layout], names: Iterable[str]) -> list[Any]:
-    """Slow tests of every pair; few of them run in CI."""
-    return [
-        pytest.param(layout, name, marks=[pytest.mark.slow, *([pytest.mark.ci] * ((str(layout), name) in IN_CI))])
-        for layout in layouts
-        for name in names
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +198,7 @@ def test_two_ranks_gathered_tokens_of_experts_equal_one_process(
     SUITE.check(two_ranks, model_dirs["qwen3_moe"], T2, [("ppo", 2)], UNEVEN, **settings)
 
 
-@pytest.mark.parametrize(("layout", "name"), _slow(FOUR_RANKS, MODELS), ids=str)
+@pytest.mark.parametrize(("layout", "name"), slow_pairs(FOUR_RANKS, MODELS, IN_CI), ids=str)
 def test_four_ranks_every_model_equals_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:
@@ -216,7 +206,7 @@ def test_four_ranks_every_model_equals_one_process(
     SUITE.check(four_ranks, model_dirs[name], layout, cases, UNEVEN, out=tmp_path / "export")
 
 
-@pytest.mark.parametrize(("layout", "name"), _slow(FOUR_RANKS_EXPERTS, EXPERTS), ids=str)
+@pytest.mark.parametrize(("layout", "name"), slow_pairs(FOUR_RANKS_EXPERTS, EXPERTS, IN_CI), ids=str)
 def test_four_ranks_spread_experts_equal_one_process(
     four_ranks: LiveGroup, model_dirs: dict[str, str], layout: Layout, name: str, tmp_path: Path
 ) -> None:

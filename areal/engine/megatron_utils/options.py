@@ -69,15 +69,12 @@ def check_options(config: TrainEngineConfig, device: torch.device) -> None:
 
 def _check_transformer_engine(config: TrainEngineConfig, device: torch.device) -> None:
     """Features of Transformer Engine's kernels."""
-    megatron = config.megatron
     installed = importlib.util.find_spec("transformer_engine") is not None
-    why = f"this device is {device.type}" if device.type != "cuda" else "transformer_engine is not installed"
-    wanted = {
-        "megatron.moe_permute_fusion=true": megatron.moe_permute_fusion,
-    }
-    for name, asked in wanted.items():
-        if asked and (device.type != "cuda" or not installed):
-            raise UnsupportedFeatureError(f"{name} needs Transformer Engine on a GPU: {why}; leave it out")
+    if config.megatron.moe_permute_fusion and (device.type != "cuda" or not installed):
+        why = f"this device is {device.type}" if device.type != "cuda" else "transformer_engine is not installed"
+        raise UnsupportedFeatureError(
+            f"megatron.moe_permute_fusion=true needs Transformer Engine on a GPU: {why}; leave it out"
+        )
 
 
 def _check_recomputation(config: TrainEngineConfig, device: torch.device) -> None:
